@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Whether the tier works, since when it does not, and why."""
+
+import time
+from enum import Enum
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+class State(Enum):
+    HEALTHY = "healthy"
+    DEGRADED = "degraded"
+    """Works in part: the reason says what does not."""
+    FAILED = "failed"
+    """KVCR is gone: every lookup misses, every job fails, the engine recomputes."""
+
+
+class Reason(Enum):
+    """Why the tier is not healthy, with what an operator can do about it."""
+
+    NONE = ("none", "")
+    SOURCE_STALLED = (
+        "source_stalled",
+        "peers can no longer pull from this engine until it is restarted; it was not "
+        "scheduled for a whole operation_timeout_ms: give it CPU, or raise the option",
+    )
+    LANDING_FULL = (
+        "landing_full",
+        "writes of peers that died or hang still own KVCR's memory, so nothing can be "
+        "pulled from peers; restart this engine to get it back",
+    )
+    MEMORY_UNCERTAIN = (
+        "memory_uncertain",
+        "a peer may still write into memory that is therefore held back; it is freed "
+        "once the peer is heard of, or when this engine restarts",
+    )
+    BACKEND_FAILED = (
+        "backend_failed",
+        "blocks are recomputed from here on; restart this engine to use KVCR again",
+    )
+
+    def __init__(self, label: str, advice: str) -> None:
+        self.label = label
+        self.advice = advice
+
+
+class Health:
+    """The tier's state. Only the thread that drives the tier changes it."""
+
+    def __init__(self) -> None:
+        self.state = State.HEALTHY
+        self.reason = Reason.NONE
+        self.since = time.time()
+        self._degraded: list[Reason] = []
+        self._reported = (State.HEALTHY, Reason.NONE)
+
+    @property
+    def failed(self) -> bool:
+        return self.state is State.FAILED
+
+    def degrade(self, reason: Reason, detail: object) -> None:
+        """Note that something does not work; the same reason is logged once."""
+        if reason in self._degraded or self.failed:
+            return
+        self._degraded.append(reason)
+        self._set(State.DEGRADED, reason)
+        logger.warning(
+            "kvcr tier is degraded (%s): %s. %s", reason.label, detail, reason.advice
+        )
+
+    def recover(self, reason: Reason) -> None:
+        """Note that what ``reason`` stands for works again."""
+        if reason not in self._degraded or self.failed:
+            return
+        self._degraded.remove(reason)
+        if self._degraded:
+            self._set(State.DEGRADED, self._degraded[-1])
+        else:
+            self._set(State.HEALTHY, Reason.NONE)
+        logger.info("kvcr tier: %s is over, now %s", reason.label, self.state.value)
+
+    def fail(self, error: BaseException) -> None:
+        """Note, once and for good, that KVCR can no longer be used."""
+        if self.failed:
+            return
+        self._set(State.FAILED, Reason.BACKEND_FAILED)
+        logger.error(
+            "kvcr tier failed: %s: %s. %s",
+            type(error).__name__,
+            error,
+            Reason.BACKEND_FAILED.advice,
+        )
+
+    def take_changes(self) -> list[tuple[str, str, int]]:
+        """Gauge samples ``(state, reason, 0 or 1)`` since the last call."""
+        now = (self.state, self.reason)
+        before = self._reported
+        if now == before:
+            return []
+        self._reported = now
+        return [
+            (before[0].value, before[1].label, 0),
+            (now[0].value, now[1].label, 1),
+        ]
+
+    def _set(self, state: State, reason: Reason) -> None:
+        self.state = state
+        self.reason = reason
+        self.since = time.time()

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""vLLM's offload key, KVCR's block key, and the block hash that routers know.
+
+An offload key is a block hash and the KV-cache group's index. A block key is the
+namespace's prefix and an offload key.
+"""
+
+from kvcr.types import BlockKey
+
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
+
+
+class KeyCodec:
+    """Converts keys. Stateless and safe on every thread.
+
+    KVCR calls ``encode`` and ``decode`` as its key adapter.
+    """
+
+    def __init__(self, prefix: bytes = b"") -> None:
+        self.prefix = prefix
+        self._skip = len(prefix)
+
+    def encode(self, framework_key: object) -> BlockKey:
+        """The block key of an offload key.
+
+        Raises:
+            TypeError: ``framework_key`` is not ``bytes``.
+        """
+        if not isinstance(framework_key, bytes):
+            raise TypeError(
+                f"an offload key is bytes, not {type(framework_key).__name__}"
+            )
+        return BlockKey(self.prefix + framework_key)
+
+    def decode(self, key: BlockKey) -> int | bytes:
+        """The block hash as KV events, and so routers, carry it.
+
+        All KV-cache groups of a block have the same hash. It is an int or bytes as
+        ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`` says.
+        """
+        block_hash = get_offload_block_hash(OffloadKey(key[self._skip :]))
+        return maybe_convert_block_hash(BlockHash(block_hash))
+
+    def offload_key(self, key: BlockKey) -> OffloadKey | None:
+        """The offload key in a block key, or ``None`` for another namespace's."""
+        if not key.startswith(self.prefix):
+            return None
+        return OffloadKey(key[self._skip :])

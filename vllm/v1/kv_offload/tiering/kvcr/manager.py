@@ -1,0 +1,545 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The kvcr tier: vLLM's secondary-tier protocol, and the wiring of its parts.
+
+Threading: every method runs on the thread that drives vLLM's offloading manager, or
+under that manager's lock. KVCR's callbacks run inside calls made from here; the one
+exception is closing after a failure, when there is nothing left to drive.
+
+Failure model: the constructor raises, with nothing half-open left behind. Afterwards
+no exception leaves a method: it becomes a miss, a failed job, a counter and one line
+in the log, and the engine recomputes.
+"""
+
+import mmap
+import time
+import uuid
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from kvcr import KVCR, KVCRBindings
+from kvcr.control_channels import ZmqPeerControlChannel
+from kvcr.types import CacheTier, QueryStatus, TransferError
+
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.base import (
+    JobResult,
+    ParentManager,
+    SecondaryTierManager,
+    TransferJob,
+)
+from vllm.v1.kv_offload.tiering.kvcr import compat, topology
+from vllm.v1.kv_offload.tiering.kvcr.backoff import Backoff
+from vllm.v1.kv_offload.tiering.kvcr.closing import Closer
+from vllm.v1.kv_offload.tiering.kvcr.config import (
+    parse_options,
+    telemetry_enabled,
+)
+from vllm.v1.kv_offload.tiering.kvcr.decline import StoreDecliner
+from vllm.v1.kv_offload.tiering.kvcr.health import Health, Reason
+from vllm.v1.kv_offload.tiering.kvcr.hints import Hints, own_endpoints
+from vllm.v1.kv_offload.tiering.kvcr.integrity import BlockSums
+from vllm.v1.kv_offload.tiering.kvcr.inventory import Inventory
+from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
+from vllm.v1.kv_offload.tiering.kvcr.metrics import (
+    IGNORED_HINTS,
+    LOST_BLOCKS,
+    TIER_STATE,
+    KvcrStats,
+    Losses,
+    Lost,
+    definitions,
+)
+from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace, make_namespace
+from vllm.v1.kv_offload.tiering.kvcr.peers import Peers
+from vllm.v1.kv_offload.tiering.kvcr.pins import Pins
+from vllm.v1.kv_offload.tiering.kvcr.policy import make_policy
+from vllm.v1.kv_offload.tiering.kvcr.pool import PoolMemory
+from vllm.v1.kv_offload.tiering.kvcr.transfers import Transfers
+from vllm.v1.kv_offload.tiering.kvcr.translate import LOOKUPS, Fault, fault_of
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+    from vllm.v1.kv_offload.base import OffloadingSpec
+
+logger = init_logger(__name__)
+
+_RETAINED_NATIVE_BUFFERS: list[Any] = []
+"""What native code may still touch, kept mapped until the process ends."""
+
+_POLL_INTERVAL_S = 0.001
+_WAIT_WARNING_S = 5.0
+_CLOSE_TIMEOUT_S = 20.0  # KVCR gives its operations 5 s and its thread 10 s
+
+_HIT = QueryStatus.HIT
+_FETCHABLE = QueryStatus.FETCHABLE
+_REMOTE = CacheTier.REMOTE_G2
+
+
+class KVCRSecondaryTierManager(SecondaryTierManager):
+    """KVCR as a secondary tier.
+
+    Args:
+        offloading_spec: vLLM's spec. A partial one will do; see ``namespace``.
+        primary_kv_view: The primary tier, shape ``(num_chunks, row_stride_bytes)``.
+        tier_type: As registered.
+        backpressure_detector: vLLM's, from the option ``backpressure``.
+        options: The tier's options; see ``config.TierConfig``.
+
+    Raises:
+        ValueError, TypeError: an option or the primary view cannot be used.
+        RuntimeError: KVCR or NIXL could not start.
+    """
+
+    # Set on each tier that serves peers: only there is off-thread polling of use.
+    tolerates_off_thread_polling: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        offloading_spec: "OffloadingSpec",
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            offloading_spec,
+            primary_kv_view,
+            tier_type,
+            **compat.base_arguments(backpressure_detector),
+        )
+        config = parse_options(options)
+        self._config = config
+        self.locality = Locality(config.locality) if config.locality else None
+        primary = topology.primary_of(primary_kv_view)
+        self._primary_base_addr = primary.address
+        self._primary_row_stride = primary.row_bytes
+        events = offloading_spec.kv_events_config
+        warning = topology.check_events(config, events)
+        if warning is not None:
+            logger.warning("kvcr tier: %s", warning)
+        if config.kvcr_service_socket_path is not None and config.secondary_g2_slots:
+            logger.warning(
+                "kvcr tier: the service's pool is used; secondary_g2_slots is ignored"
+            )
+        local_rank = offloading_spec.config.parallel.data_parallel_rank_local
+        port = config.control_port(local_rank)
+        namespace = make_namespace(config.namespace, offloading_spec, primary.row_bytes)
+        guard = topology.guard_config(config, local_rank, namespace)
+        policy = None if config.policy is None else make_policy(config.policy)
+
+        agent = f"vllm-{uuid.uuid4().hex}"
+        block_refs = compat.block_refs_factory(
+            agent, primary.address, primary.row_bytes
+        )
+        codec = KeyCodec(namespace.prefix)
+        self._prefix = namespace.prefix
+        self._health = Health()
+        self._losses = Losses()
+        self._decliner = StoreDecliner()
+        self._inventory = Inventory(codec, self.locality)
+        self._pins = self._make_pins(codec, namespace, block_refs, agent)
+        self._unstopped: set[tuple[str, int]] = set()
+        self._shut_down = False
+        publishes = config.owns_inventory and events.enable_kv_cache_events
+
+        slots, option = topology.pool_slots(config, primary)
+        self._pool: PoolMemory | None = None
+        channel: Any | None = None
+        advertised = topology.advertise_host(config)
+        try:
+            pool = None
+            if slots:
+                self._pool = PoolMemory(
+                    mmap.mmap, slots * primary.row_bytes, option, config.populate_pool
+                )
+                pool = (self._pool.address, self._pool.size)
+            if port is not None:
+                channel = ZmqPeerControlChannel(config.control_host, port, advertised)
+            bindings = KVCRBindings(
+                request_pin=self._pins.request_pin,
+                poll_pin_results=self._pins.poll_pin_results,
+                release_pin=self._pins.release_pin,
+                cancel_pin_request=self._pins.cancel_pin_request,
+                framework_control=channel,
+                key_adapter=codec,
+                inventory_sink=self._inventory.report if publishes else None,
+                stats_factory=KvcrStats if config.enable_telemetry else None,
+                policy=policy,
+                on_resilience_event=self._on_resilience_event,
+            )
+            self._kvcr = KVCR(
+                topology.kvcr_config(config, primary, agent),
+                bindings,
+                topology.backend_configs(config, primary, pool),
+                guard,
+            )
+        except BaseException as error:
+            self._undo_start(error, channel)
+            raise
+
+        peers = Peers()
+        self._peers = peers
+        self._backoff = Backoff()
+        endpoints = None
+        if port is not None:
+            endpoints = own_endpoints(config.control_host, advertised, port)
+        self._hints = Hints(
+            self._kvcr,
+            peers,
+            self._losses,
+            endpoints,
+            topology.max_pull_blocks(config, primary),
+            self._fail,
+        )
+        self._sums: BlockSums | None = None
+        if config.g3 is not None and config.verify_blocks:
+            known = 2 * (slots + topology.g3_slots(config, primary))
+            rows = np.asarray(primary_kv_view)
+            self._sums = BlockSums(rows, known, strict=guard is None)
+        self._transfers = Transfers(
+            self._kvcr,
+            block_refs,
+            namespace.prefix,
+            topology.limits_of(config, primary, slots),
+            self._hints,
+            peers,
+            self._backoff,
+            self._losses,
+            self._fail,
+            has_files=config.g3 is not None,
+            peers_land_in_pool=config.remote_landing == "pool",
+            sums=self._sums,
+            block_bytes=primary.row_bytes if config.enable_telemetry else None,
+        )
+        self._closer = Closer(self._kvcr)
+        self._query: Any = self._kvcr.query
+        self._align = getattr(self._kvcr, "align_sequence", None)
+        if not config.has_own_storage:
+            self._align = None
+        # Where nothing wakes a sleeping engine for a peer, it must not sleep.
+        self._steps_for_peers = config.serves_peers and not compat.HAS_TIER_POLL_THREAD
+        if config.serves_peers:
+            self.tolerates_off_thread_polling = True  # type: ignore[misc]
+
+    # --- lookups and requests --------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        request_id = req_context.req_id
+        if self._backoff.active and self._backoff.blocks(key, request_id):
+            self._losses.add(Lost.BACKING_OFF)
+            return LookupResult.MISS
+        try:
+            status, tier = self._query([self._prefix + key], request_id)[0]
+        except Exception as error:
+            self._fail(error)
+            return LookupResult.MISS
+        if status is _HIT:
+            return LookupResult.HIT
+        if status is _FETCHABLE and tier is _REMOTE:
+            return self._look_up_remote(request_id)
+        result = LOOKUPS.get(status, LookupResult.MISS)
+        if result is LookupResult.MISS:
+            if self._hints.hinted(request_id):
+                self._losses.not_hinted += 1
+            else:
+                self._losses.not_resident += 1
+        return result
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if not self._health.failed:
+            self._hints.accept(req_context)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._hints.finish(req_context.req_id)
+        self._backoff.finish(req_context.req_id)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        if self._align is None or self._health.failed:
+            return
+        prefix = self._prefix
+        try:
+            self._align([prefix + key for key in keys], True)
+        except Exception as error:
+            self._fail(error)
+
+    # --- transfers -------------------------------------------------------------------
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        if self._health.failed:
+            self._transfers.end_at_once(job_metadata, success=False)
+        else:
+            self._submit(self._transfers.submit_load, job_metadata)
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        if self._health.failed:
+            self._transfers.end_at_once(job_metadata, success=False)
+        elif not self._config.has_own_storage:
+            self._transfers.end_at_once(job_metadata, success=True)
+        else:
+            self._submit(self._transfers.submit_store, job_metadata)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._poll()
+        results = self._transfers.take_results()
+        results.extend(self._pins.take_results())
+        return results
+
+    def has_pending_work(self) -> bool:
+        return bool(
+            self._transfers.outstanding
+            or self._transfers.has_results
+            or self._pins.pending
+            or self._inventory.pending
+            or (self._steps_for_peers and not self._health.failed)
+        )
+
+    @property
+    def bp_detector(self) -> Any | None:
+        given = getattr(self, "_bp_detector", None)
+        if given is None and (self._health.failed or not self._config.has_own_storage):
+            return self._decliner
+        return given
+
+    # --- peers -----------------------------------------------------------------------
+
+    def serve_external_requests(self, parent: ParentManager) -> None:
+        if self._health.failed:
+            return
+        if self._pins.serve(parent):
+            # KVCR takes the answers now, not in the next step.
+            self._poll()
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._losses.log()
+
+    # --- reports ---------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self._inventory.take()
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return definitions() if telemetry_enabled(extra_config) else {}
+
+    def get_stats(self) -> "OffloadingConnectorStats | None":
+        if not self._config.enable_telemetry:
+            return None
+        stats: Any | None = None
+        if not self._health.failed and not self._shut_down:
+            try:
+                stats = self._kvcr.get_stats()
+            except Exception as error:
+                self._fail(error)
+        return self._add_own_stats(stats)
+
+    # --- the end ---------------------------------------------------------------------
+
+    def drain_jobs(self) -> None:
+        self._drain(None)
+
+    def shutdown(self) -> None:
+        if self._shut_down:
+            return
+        self._drain(2 * self._config.abandon_timeout / 1000)
+        self._shut_down = True
+        free = self._closer.wait(_CLOSE_TIMEOUT_S)
+        if self._sums is not None:
+            self._sums.close()
+        if free:
+            if self._pool is not None:
+                self._pool.free()
+        else:
+            self._retain_buffers()
+        self._losses.log()
+
+    # --- inside ----------------------------------------------------------------------
+
+    def _make_pins(
+        self, codec: KeyCodec, namespace: Namespace, block_refs: Any, agent: str
+    ) -> Pins:
+        # An own key is the prefix, a 32-byte hash and a 4-byte group; a shorter hash
+        # only costs the name of the field that differs.
+        size = len(namespace.prefix) + 36
+        return Pins(
+            codec,
+            block_refs,
+            self._losses,
+            lambda key: namespace.difference(key, size),
+            request_prefix=f"kvcr-pin-{agent}-",
+            uncounted=getattr(self, "_bp_detector", None) is not None,
+        )
+
+    def _look_up_remote(self, request_id: str) -> LookupResult:
+        """A hinted peer may have it; whether it is worth asking is said here."""
+        endpoint = self._hints.endpoint(request_id)
+        landings = self._transfers.landings
+        if endpoint is not None and self._peers.is_down(endpoint):
+            reason = Lost.PEER_DOWN
+        elif landings is not None and landings.room <= 0:
+            reason = Lost.LANDING_FULL
+        elif not self._hints.claim_pull(request_id):
+            reason = Lost.PULL_LIMIT
+        else:
+            return LookupResult.HIT
+        self._losses.add(reason)
+        return LookupResult.MISS
+
+    def _submit(self, submit: Any, job_metadata: TransferJob) -> None:
+        try:
+            submit(job_metadata)
+        except Exception as error:
+            self._fail(error)
+            if not self._transfers.knows(job_metadata.job_id):
+                self._transfers.end_at_once(job_metadata, success=False)
+
+    def _poll(self) -> None:
+        """Take what KVCR has finished, and start what there is room for."""
+        if self._health.failed:
+            if self._closer.quiescent:
+                self._transfers.native_stopped()
+                self._pins.native_stopped()
+            return
+        try:
+            for handle, entries in self._kvcr.poll_completed():
+                self._transfers.complete(handle, entries)
+            self._transfers.pump()
+        except Exception as error:
+            self._fail(error)
+
+    def _drain(self, give_up_after_s: float | None) -> bool:
+        """Poll until nothing of ours touches the primary tier."""
+        started = warned = time.monotonic()
+        while True:
+            self._poll()
+            jobs, pins = self._transfers.outstanding, self._pins.outstanding
+            if not jobs and not pins:
+                return True
+            now = time.monotonic()
+            waited = now - started
+            if give_up_after_s is not None and waited > give_up_after_s:
+                return False
+            if now - warned >= _WAIT_WARNING_S:
+                warned = now
+                logger.warning(
+                    "kvcr tier: waiting for %d jobs and %d pins for %.0f s (%s, %s)",
+                    jobs,
+                    pins,
+                    waited,
+                    self._health.state.value,
+                    self._health.reason.label,
+                )
+            time.sleep(_POLL_INTERVAL_S)
+
+    def _fail(self, error: BaseException) -> None:
+        """KVCR can no longer be used. Native code may still run: see ``Closer``."""
+        if self._health.failed or self._shut_down:
+            return
+        self._health.fail(error)
+        self._query = _misses
+        self._transfers.abandon()
+        self._pins.abandon()
+        self._closer.start()
+
+    def _on_resilience_event(self, error: Exception) -> None:
+        """KVCR's reports about memory, and about itself. Must not raise."""
+        if not isinstance(error, TransferError):
+            self._health.degrade(Reason.SOURCE_STALLED, error)
+            return
+        handle = error.op_handle
+        uncertain = error.state == "uncertain"
+        if error.source_blocks:
+            self._note_unstopped("source", handle, uncertain, error)
+            if uncertain:
+                self._pins.uncertain(handle, compat.primary_source_keys(error))
+            else:
+                self._pins.quiesced(handle)
+        if error.destination_regions:
+            self._note_unstopped("destination", handle, uncertain, error)
+            if compat.writes_primary(error):
+                if uncertain:
+                    self._transfers.uncertain(handle)
+                else:
+                    self._transfers.quiesced(handle)
+            else:
+                self._note_landing(len(error.destination_regions), uncertain)
+
+    def _note_unstopped(
+        self, side: str, handle: int, uncertain: bool, error: Exception
+    ) -> None:
+        if uncertain:
+            self._unstopped.add((side, handle))
+            self._health.degrade(Reason.MEMORY_UNCERTAIN, str(error)[:200])
+            return
+        self._unstopped.discard((side, handle))
+        if not self._unstopped:
+            self._health.recover(Reason.MEMORY_UNCERTAIN)
+
+    def _note_landing(self, blocks: int, uncertain: bool) -> None:
+        landings = self._transfers.landings
+        if landings is None:
+            return
+        if uncertain:
+            landings.uncertain(blocks)
+        else:
+            landings.quiesced(blocks)
+        if landings.room <= 0:
+            self._health.degrade(Reason.LANDING_FULL, "no landing slot is left")
+        else:
+            self._health.recover(Reason.LANDING_FULL)
+
+    def _add_own_stats(self, stats: Any | None) -> Any | None:
+        lost, hints = self._losses.take()
+        changes = self._health.take_changes()
+        if not (lost or hints or changes):
+            return stats
+        if stats is None:
+            stats = KvcrStats()
+        for reason, count in lost.items():
+            stats.increase_counter(LOST_BLOCKS, count, (reason,))
+        for reason, count in hints.items():
+            stats.increase_counter(IGNORED_HINTS, count, (reason,))
+        for state, reason, value in changes:
+            stats.set_gauge(TIER_STATE, value, (state, reason))
+        return stats
+
+    def _undo_start(self, error: BaseException, channel: Any | None) -> None:
+        """After a failed start: close what was opened, or keep what must be kept."""
+        native_alive = fault_of(error) is Fault.NATIVE_ALIVE or not isinstance(
+            error, Exception
+        )
+        if native_alive:
+            self._retain_buffers()
+            return
+        if channel is not None:
+            channel.close()
+        if self._pool is not None:
+            self._pool.free()
+            self._pool = None
+
+    def _retain_buffers(self) -> None:
+        # Not the view, which vLLM releases, but what it is a view of.
+        _RETAINED_NATIVE_BUFFERS.append(self._primary_kv_view.obj)
+        if self._pool is not None:
+            _RETAINED_NATIVE_BUFFERS.append(self._pool.buffer)
+
+
+def _misses(keys: Collection[bytes], request_id: str | None) -> list[Any]:
+    """What KVCR would answer if it held nothing."""
+    return [(QueryStatus.MISS, None) for _ in keys]

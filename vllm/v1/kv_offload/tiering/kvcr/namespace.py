@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What keeps one model's blocks from being taken for another's.
+
+vLLM's block hash covers the tokens, not the model that turned them into KV. A
+namespace covers the rest of what defines the bytes. It is a fixed-size prefix of the
+key that KVCR and peers see: a block of another namespace is simply another key.
+"""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+_TOTAL_BYTES = 8
+_FIELDS = (
+    "model",
+    "revision",
+    "kv_dtype",
+    "groups",
+    "parallel",
+    "block_bytes",
+    "layout",
+    "hash",
+)
+SIZE = _TOTAL_BYTES + len(_FIELDS)
+"""Bytes of a prefix: a digest of everything, then one byte for each field, which only
+serves to name the field that differs."""
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """A prefix and what it was made of. An empty prefix is no namespace."""
+
+    prefix: bytes = b""
+    fields: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Hex text for a service's compatibility check; empty without namespace."""
+        return self.prefix.hex()
+
+    def difference(self, foreign_key: bytes, key_bytes: int) -> str:
+        """Name what a peer's key, which is not of this namespace, differs in.
+
+        Args:
+            foreign_key: The key as the peer sent it.
+            key_bytes: Length of this engine's keys, prefix included.
+        """
+        if len(foreign_key) != key_bytes or not self.prefix:
+            return "the namespace option, or the hash algorithm"
+        theirs = foreign_key[_TOTAL_BYTES:SIZE]
+        ours = self.prefix[_TOTAL_BYTES:]
+        names = [n for n, a, b in zip(_FIELDS, ours, theirs, strict=True) if a != b]
+        return ", ".join(names) or "the model"
+
+
+def make_namespace(option: str | bool | None, spec: Any, row_bytes: int) -> Namespace:
+    """The namespace that ``option`` asks for.
+
+    Args:
+        option: ``"auto"`` (or true) derives it from ``spec``; other text is the whole
+            namespace; ``"off"``, false, ``None`` or empty text is none.
+        spec: vLLM's offloading spec. A partial one, without a model, gives none.
+        row_bytes: Bytes of one chunk in the primary tier.
+    """
+    if option in (None, False, "", "off"):
+        return Namespace()
+    if option in (True, "auto"):
+        return _derived(spec, row_bytes)
+    return _assemble({name: str(option) for name in _FIELDS})
+
+
+def _derived(spec: Any, row_bytes: int) -> Namespace:
+    config = spec.config
+    model = getattr(config, "model", None)
+    name = getattr(model, "name", None)
+    if not isinstance(name, str):
+        return Namespace()
+    engine = _engine_config()
+    cache = getattr(config, "cache", None)
+    groups = [group.tokens_per_block for group in getattr(config, "groups", ())]
+    model_config = getattr(engine, "model_config", None)
+    cache_config = getattr(engine, "cache_config", None)
+    return _assemble(
+        {
+            "model": name,
+            "revision": _join(
+                getattr(model_config, "revision", None),
+                getattr(model_config, "quantization", None),
+            ),
+            "kv_dtype": str(getattr(model, "dtype", None)),
+            "groups": _join(
+                groups,
+                getattr(cache, "tokens_per_hash", None),
+                getattr(cache, "blocks_per_chunk", None),
+            ),
+            "parallel": _parallel(config.parallel),
+            "block_bytes": _join(
+                getattr(config, "worker_kv_bytes_per_block", None), row_bytes
+            ),
+            "layout": _join(
+                getattr(config, "canonical_layout", None),
+                getattr(config, "kv_cache_layout", None),
+                getattr(config, "replicated_layout", None),
+            ),
+            "hash": _join(
+                os.getenv("PYTHONHASHSEED"),
+                getattr(cache_config, "prefix_caching_hash_algo", None),
+            ),
+        }
+    )
+
+
+def _parallel(parallel: Any) -> str:
+    # Portable bytes are the same under every layout; block_bytes still tells apart
+    # what is not.
+    if getattr(parallel, "is_parallelism_agnostic", False) is True:
+        return "agnostic"
+    names = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+    return _join(*(getattr(parallel, name, None) for name in names))
+
+
+def _engine_config() -> Any | None:
+    """vLLM's whole configuration, where the caller's context holds it."""
+    try:
+        from vllm.config import get_current_vllm_config_or_none
+    except ImportError:
+        return None
+    return get_current_vllm_config_or_none()
+
+
+def _join(*values: object) -> str:
+    return "/".join(str(value) for value in values)
+
+
+def _assemble(values: dict[str, str]) -> Namespace:
+    fields = tuple((name, values[name]) for name in _FIELDS)
+    total = hashlib.sha256(repr(fields).encode()).digest()[:_TOTAL_BYTES]
+    tags = bytes(hashlib.sha256(repr(pair).encode()).digest()[0] for pair in fields)
+    return Namespace(total + tags, fields)

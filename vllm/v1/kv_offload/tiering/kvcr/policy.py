@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""From a policy's name to the object that decides KVCR's placement and eviction."""
+
+import importlib
+
+from kvcr.policy import (
+    FIFOPolicy,
+    G3FIFOPolicy,
+    G3LRUPolicy,
+    KVCachePolicy,
+    LRUPolicy,
+)
+
+BUILT_IN: dict[str, type[KVCachePolicy]] = {
+    "fifo": FIFOPolicy,
+    "lru": LRUPolicy,
+    "g3_fifo": G3FIFOPolicy,
+    "g3_lru": G3LRUPolicy,
+}
+
+
+def make_policy(name: str) -> KVCachePolicy:
+    """Build the policy called ``name``: a built-in one or ``module.Class``.
+
+    Raises:
+        ValueError: the name is unknown, or cannot be imported.
+        TypeError: it names something that is not a ``KVCachePolicy`` class.
+    """
+    return _policy_class(name)()
+
+
+def _policy_class(name: str) -> type[KVCachePolicy]:
+    built_in = BUILT_IN.get(name)
+    if built_in is not None:
+        return built_in
+    module_name, _, class_name = name.rpartition(".")
+    if not module_name or not class_name:
+        raise ValueError(
+            f"policy: unknown policy {name!r}; use one of {', '.join(BUILT_IN)}, or "
+            "the full name module.Class of a KVCachePolicy subclass"
+        )
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except ImportError as error:
+        raise ValueError(
+            f"policy: {name!r}: module {module_name!r} could not be imported: {error}"
+        ) from error
+    except AttributeError as error:
+        raise ValueError(
+            f"policy: {name!r}: module {module_name!r} has no class {class_name!r}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, KVCachePolicy)):
+        raise TypeError(
+            f"policy: {name!r} is not a subclass of kvcr.policy.KVCachePolicy"
+        )
+    return found
