@@ -72,12 +72,13 @@ class Hints:
         self._own_endpoints = own_endpoints
         self._max_pull_blocks = max_pull_blocks
         self._on_backend_error = on_backend_error
-        self._requests: dict[str, _RequestHint] = {}
+        self.requests: dict[str, _RequestHint] = {}
+        """By request id; read on the hot path, written only here."""
 
     def accept(self, req_context: ReqContext) -> None:
         """Take a request's hint, replacing an earlier one of the same request."""
         request_id = req_context.req_id
-        if request_id in self._requests:
+        if request_id in self.requests:
             self.finish(request_id)
         hints = compat.request_hints(req_context)
         if hints is None:
@@ -96,11 +97,11 @@ class Hints:
             else:
                 self._on_backend_error(error)
             return
-        self._requests[request_id] = _RequestHint(endpoint)
+        self.requests[request_id] = _RequestHint(endpoint)
 
     def finish(self, request_id: str) -> None:
         """Discard a request's hint."""
-        if self._requests.pop(request_id, None) is None:
+        if self.requests.pop(request_id, None) is None:
             return
         try:
             self._sink.discard_hint(request_id)
@@ -109,15 +110,12 @@ class Hints:
 
     def endpoint(self, request_id: str) -> str | None:
         """The peer that a request was hinted at."""
-        hint = self._requests.get(request_id)
+        hint = self.requests.get(request_id)
         return hint.endpoint if hint is not None else None
-
-    def hinted(self, request_id: str) -> bool:
-        return request_id in self._requests
 
     def claim_pull(self, request_id: str) -> bool:
         """Count one more block pulled by a request, unless it may pull no more."""
-        hint = self._requests.get(request_id)
+        hint = self.requests.get(request_id)
         if hint is None:
             return True
         if hint.pulled >= self._max_pull_blocks:

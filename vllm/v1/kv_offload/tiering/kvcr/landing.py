@@ -12,7 +12,7 @@ Failure model as in ``transfers``. Runs on the thread that drives the tier.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,7 +64,7 @@ class Landings:
         window: Most blocks in the pool, fetched or being fetched, at a time.
         part_size: Most blocks of one fetch.
         operation_timeout_s: KVCR's.
-        hinted: Whether a request, by its id, still has its hint.
+        hinted: The ids of the requests that have a hint.
         on_backend_error: Told of KVCR's exceptions.
     """
 
@@ -76,7 +76,7 @@ class Landings:
         window: int,
         part_size: int,
         operation_timeout_s: float,
-        hinted: Callable[[str], bool],
+        hinted: Container[str],
         on_backend_error: Callable[[Exception], None],
     ) -> None:
         self._kvcr = kvcr
@@ -182,7 +182,7 @@ class Landings:
         return True
 
     def _admitted(self, part: _Part, endpoint: str) -> bool:
-        if not self._hinted(part.request_id):
+        if part.request_id not in self._hinted:
             self._refuse(part, Lost.ABORTED)
             return False
         admission = self._peers.admit(endpoint)

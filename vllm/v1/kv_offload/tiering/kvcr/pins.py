@@ -77,6 +77,10 @@ class Pins:
         return len(self._held)
 
     @property
+    def has_results(self) -> bool:
+        return bool(self._results)
+
+    @property
     def pending(self) -> bool:
         """Whether anything is under way: asked, answered, held or to be reported."""
         return bool(self._asked or self._answers or self._held or self._results)

@@ -19,8 +19,8 @@ thread that drives the tier.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvcr.types import CacheTier, OpEntryResult, QueryStatus
@@ -61,10 +61,10 @@ class _Job:
     cursor: int = 0
     """Keys before it were given to KVCR, or wait to land."""
     open_parts: int = 0
-    failed: set[bytes] = field(default_factory=set)
+    failed: set[bytes] | tuple[()] = ()
     dropped: int = 0
-    chunk_of: dict[bytes, int] = field(default_factory=dict)
-    """Each block key's chunk; filled only where blocks are verified."""
+    chunk_of: dict[bytes, int] | None = None
+    """Each block key's chunk, where blocks are verified."""
     exposed: bool = False
     """KVCR raised when asked to write for it, and may write all the same."""
 
@@ -138,7 +138,7 @@ class Transfers:
                 limits.landing_window,
                 limits.load_operation,
                 limits.operation_timeout_s,
-                hints.hinted,
+                hints.requests,
                 on_backend_error,
             )
         self._jobs: dict[JobId, _Job] = {}
@@ -183,7 +183,9 @@ class Transfers:
             result.job_id == job_id for result in self._results
         )
 
-    def take_results(self) -> list[JobResult]:
+    def take_results(self) -> Sequence[JobResult]:
+        if not self._results:
+            return ()
         results, self._results = self._results, []
         return results
 
@@ -221,6 +223,8 @@ class Transfers:
                 self._checked(operation, wrong)
         if self.landings is not None:
             self.landings.pump()
+        if not self._loads and not self._stores:
+            return
         limits = self._limits
         while self._loads and _fits(
             self._loads[0], self._loading, limits.load_operation, limits.load_window
@@ -310,7 +314,7 @@ class Transfers:
         if not job.is_load:
             self._start_store(job, blocks)
         elif self.landings is not None and (
-            self._has_files or self._hints.hinted(job.request_id)
+            self._has_files or job.request_id in self._hints.requests
         ):
             self._start_sorted_load(job, blocks)
         else:
@@ -321,7 +325,7 @@ class Transfers:
         self._storing += len(blocks)
         if self._sums is not None:
             operation.unchecked = True
-            self._sums.record(operation, [(k, job.chunk_of[k]) for k in blocks])
+            self._sums.record(operation, _chunks(job, blocks))
         try:
             handle = self._kvcr.deposit(blocks)
         except Exception as error:
@@ -388,7 +392,7 @@ class Transfers:
         self, job: _Job, keys: list[bytes], reason: Lost, from_peer: bool
     ) -> None:
         """Blocks of a load did not arrive; a peer's absence is no block's fault."""
-        job.failed.update(keys)
+        job.failed = {*job.failed, *keys}
         self._losses.add(reason, len(keys))
         skip = len(self._prefix)
         for key in keys:
@@ -430,7 +434,7 @@ class Transfers:
     def _copy_failed(self, operation: _Operation, failed: list[bytes]) -> None:
         job = operation.job
         if not job.is_load:
-            job.failed.update(failed)
+            job.failed = {*job.failed, *failed}
             self._losses.add(Lost.STORE_FAILED, len(failed))
             return
         endpoint = self._hints.endpoint(job.request_id)
@@ -459,8 +463,9 @@ class Transfers:
             self._close_store(operation)
         else:
             arrived = [k for k in operation.blocks if k not in job.failed]
-            rows = [(k, job.chunk_of[k]) for k in arrived]
-            self._sums.verify(operation, rows, adopt=operation.from_peer)
+            self._sums.verify(
+                operation, _chunks(job, arrived), adopt=operation.from_peer
+            )
 
     def _close_store(self, operation: _Operation) -> None:
         """Called twice for a store with checksums; the second call ends it."""
@@ -518,6 +523,12 @@ class Transfers:
                 job.job_id, False, successful_keys=[] if job.is_load else None
             )
         )
+
+
+def _chunks(job: _Job, keys: Iterable[bytes]) -> list[tuple[bytes, int]]:
+    """Each block key's chunk, for its checksum."""
+    chunk_of = job.chunk_of or {}
+    return [(key, chunk_of[key]) for key in keys]
 
 
 def _fits(job: _Job, under_way: int, size: int, window: int) -> bool:
