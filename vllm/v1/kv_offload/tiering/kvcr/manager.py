@@ -15,6 +15,7 @@ import mmap
 import time
 import uuid
 from collections.abc import Collection, Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -82,6 +83,7 @@ _RETAINED_NATIVE_BUFFERS: list[Any] = []
 
 _POLL_INTERVAL_S = 0.001
 _WAIT_WARNING_S = 5.0
+_MAX_TOUCHED = 4096  # about 10 ms; a prefix is evicted from its end
 _CLOSE_TIMEOUT_S = 20.0  # KVCR gives its operations 5 s and its thread 10 s
 
 # Looking an enum's member up costs a tenth of a lookup.
@@ -274,8 +276,9 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         if self._align is None or self._health.failed:
             return
         prefix = self._prefix
+        first = islice(keys, _MAX_TOUCHED)
         try:
-            self._align([prefix + key for key in keys], True)
+            self._align([prefix + key for key in first], True)
         except Exception as error:
             self._fail(error)
 

@@ -3,8 +3,10 @@
 """What keeps one model's blocks from being taken for another's.
 
 vLLM's block hash covers the tokens, not the model that turned them into KV. A
-namespace covers the rest of what defines the bytes. It is a fixed-size prefix of the
-key that KVCR and peers see: a block of another namespace is simply another key.
+namespace covers the rest of what defines the bytes, as far as vLLM's offloading
+configuration tells it: what it leaves out, such as a revision of the same model name,
+operators tell apart by the option. It is a fixed-size prefix of the key that KVCR and
+peers see: a block of another namespace is simply another key.
 """
 
 import hashlib
@@ -23,6 +25,7 @@ _FIELDS = (
     "layout",
     "hash",
 )
+_OFF = ("", "off", "none", "false")
 SIZE = _TOTAL_BYTES + len(_FIELDS)
 """Bytes of a prefix: a digest of everything, then one byte for each field, which only
 serves to name the field that differs."""
@@ -64,7 +67,7 @@ def make_namespace(option: str | bool | None, spec: Any, row_bytes: int) -> Name
         spec: vLLM's offloading spec. A partial one, without a model, gives none.
         row_bytes: Bytes of one chunk in the primary tier.
     """
-    if option in (None, False, "", "off"):
+    if option in (None, False) or str(option).lower() in _OFF:
         return Namespace()
     if option in (True, "auto"):
         return _derived(spec, row_bytes)
@@ -77,18 +80,12 @@ def _derived(spec: Any, row_bytes: int) -> Namespace:
     name = getattr(model, "name", None)
     if not isinstance(name, str):
         return Namespace()
-    engine = _engine_config()
     cache = getattr(config, "cache", None)
     groups = [group.tokens_per_block for group in getattr(config, "groups", ())]
-    model_config = getattr(engine, "model_config", None)
-    cache_config = getattr(engine, "cache_config", None)
     return _assemble(
         {
             "model": name,
-            "revision": _join(
-                getattr(model_config, "revision", None),
-                getattr(model_config, "quantization", None),
-            ),
+            "revision": str(getattr(model, "revision", None)),
             "kv_dtype": str(getattr(model, "dtype", None)),
             "groups": _join(
                 groups,
@@ -104,10 +101,7 @@ def _derived(spec: Any, row_bytes: int) -> Namespace:
                 getattr(config, "kv_cache_layout", None),
                 getattr(config, "replicated_layout", None),
             ),
-            "hash": _join(
-                os.getenv("PYTHONHASHSEED"),
-                getattr(cache_config, "prefix_caching_hash_algo", None),
-            ),
+            "hash": str(os.getenv("PYTHONHASHSEED")),
         }
     )
 
@@ -119,15 +113,6 @@ def _parallel(parallel: Any) -> str:
         return "agnostic"
     names = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
     return _join(*(getattr(parallel, name, None) for name in names))
-
-
-def _engine_config() -> Any | None:
-    """vLLM's whole configuration, where the caller's context holds it."""
-    try:
-        from vllm.config import get_current_vllm_config_or_none
-    except ImportError:
-        return None
-    return get_current_vllm_config_or_none()
 
 
 def _join(*values: object) -> str:

@@ -128,6 +128,8 @@ class Pins:
 
     def serve(self, parent: ParentManager) -> bool:
         """Answer what can be answered; true if there is an answer for KVCR."""
+        if not self._asked:
+            return bool(self._answers)
         budget = MAX_KEYS_PER_SERVE
         for request_id in list(self._asked):
             if budget <= 0:

@@ -20,6 +20,7 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _STEP_BYTES = 256 << 20
 _PROGRESS_INTERVAL_S = 2.0
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 class PoolMemory:
@@ -67,16 +68,25 @@ class PoolMemory:
 def available_memory() -> int:
     """Bytes that can still be had, the container's limit included."""
     available = psutil.virtual_memory().available
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit_file, used_file, stat_file, cache in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
     ):
-        base = Path("/sys/fs/cgroup")
         try:
-            limit = int((base / limit_file).read_text())
-            used = int((base / used_file).read_text())
+            limit = int((_CGROUP / limit_file).read_text())
+            used = int((_CGROUP / used_file).read_text())
+            stat = dict(
+                line.split() for line in (_CGROUP / stat_file).read_text().splitlines()
+            )
         except (OSError, ValueError):  # no such controller, or "max"
             continue
+        # File pages are given up before anything else is refused.
+        used -= int(stat.get(cache, 0))
         available = min(available, max(0, limit - used))
     return available
 
