@@ -97,9 +97,10 @@ class TierConfig(_Options):
     """All options. Times are milliseconds, sizes bytes, pools counted in chunks."""
 
     # --- peers -------------------------------------------------------------------
-    control_ports: Annotated[
-        tuple[Port, ...] | None, BeforeValidator(_one_or_more), Field(min_length=1)
-    ] = None
+    control_ports: (
+        Annotated[tuple[Port, ...], BeforeValidator(_one_or_more), Field(min_length=1)]
+        | None
+    ) = None
     """One control port for each local data-parallel rank. Left out: no peers."""
 
     control_host: Host = "0.0.0.0"
@@ -110,9 +111,9 @@ class TierConfig(_Options):
     )
     """The host that peers dial; by default this machine's host name."""
 
-    router_capabilities: Annotated[
-        tuple[Name, ...] | None, BeforeValidator(_one_or_more)
-    ] = None
+    router_capabilities: (
+        Annotated[tuple[Name, ...], BeforeValidator(_one_or_more)] | None
+    ) = None
     """What the router can do; must cover what KVCR's hints need. Default: that."""
 
     eager_ctrl_connect: bool = True

@@ -155,6 +155,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._decliner = StoreDecliner()
         self._inventory = Inventory(codec, self.locality)
         self._pins = self._make_pins(codec, namespace, block_refs, agent)
+        # Counted here and not in ``Losses``: a miss is as frequent as a lookup.
+        self._missed = self._missed_hinted = 0
         self._unstopped: set[tuple[str, int]] = set()
         self._shut_down = False
         publishes = config.owns_inventory and events.enable_kv_cache_events
@@ -254,10 +256,9 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         if status is _HIT:
             return _LOOKUP_HIT
         if status is _MISS:
-            if request_id in self._hinted:
-                self._losses.not_hinted += 1
-            else:
-                self._losses.not_resident += 1
+            self._missed += 1
+            if self._hinted and request_id in self._hinted:
+                self._missed_hinted += 1
             return _LOOKUP_MISS
         if tier is _REMOTE and status is _FETCHABLE:
             return self._look_up_remote(request_id)
@@ -512,6 +513,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             self._health.recover(Reason.LANDING_FULL)
 
     def _add_own_stats(self, stats: Any | None) -> Any | None:
+        self._losses.add_misses(self._missed, self._missed_hinted)
+        self._missed = self._missed_hinted = 0
         lost, hints = self._losses.take()
         changes = self._health.take_changes()
         if not (lost or hints or changes):

@@ -127,9 +127,6 @@ class Losses:
         self._hints: Counter[str] = Counter()
         self._unlogged: dict[str, tuple[int, str]] = {}
         self._logged_at: dict[str, float] = {}
-        # Plain attributes, because a miss is as frequent as a lookup.
-        self.not_resident = 0
-        self.not_hinted = 0
 
     def add(self, reason: Lost, blocks: int = 1, detail: str = "") -> None:
         self._counts[reason] += blocks
@@ -137,6 +134,13 @@ class Losses:
             total = self._unlogged.get(reason.label, (0, ""))[0] + blocks
             text = f"{reason.advice} ({detail})" if detail else reason.advice
             self._unlogged[reason.label] = (total, text)
+
+    def add_misses(self, lookups: int, hinted: int) -> None:
+        """Count lookups that missed, ``hinted`` of them of hinted requests."""
+        if hinted:
+            self._counts[Lost.NOT_HINTED] += hinted
+        if lookups > hinted:
+            self._counts[Lost.NOT_RESIDENT] += lookups - hinted
 
     def ignore_hint(self, reason: str, detail: object) -> None:
         """Count a hint that was not used; ``reason`` comes from a bounded set."""
@@ -159,12 +163,6 @@ class Losses:
 
     def take(self) -> tuple[dict[str, int], dict[str, int]]:
         """Counts since the last call: blocks by reason, hints by reason."""
-        if self.not_resident:
-            self._counts[Lost.NOT_RESIDENT] += self.not_resident
-            self.not_resident = 0
-        if self.not_hinted:
-            self._counts[Lost.NOT_HINTED] += self.not_hinted
-            self.not_hinted = 0
         if not self._counts and not self._hints:
             return {}, {}
         lost = {reason.label: count for reason, count in self._counts.items()}

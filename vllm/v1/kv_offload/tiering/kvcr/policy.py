@@ -41,15 +41,17 @@ def _policy_class(name: str) -> type[KVCachePolicy]:
             "the full name module.Class of a KVCachePolicy subclass"
         )
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except ImportError as error:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the module does when it is imported
         raise ValueError(
-            f"policy: {name!r}: module {module_name!r} could not be imported: {error}"
+            f"policy: {name!r}: module {module_name!r} could not be imported: "
+            f"{type(error).__name__}: {error}"
         ) from error
-    except AttributeError as error:
+    found = getattr(module, class_name, None)
+    if found is None:
         raise ValueError(
             f"policy: {name!r}: module {module_name!r} has no class {class_name!r}"
-        ) from error
+        )
     if not (isinstance(found, type) and issubclass(found, KVCachePolicy)):
         raise TypeError(
             f"policy: {name!r} is not a subclass of kvcr.policy.KVCachePolicy"

@@ -58,7 +58,11 @@ class PoolMemory:
         # An export would keep the buffer from ever being closed.
         del exported
         if populate:
-            _populate(self.address, size)
+            try:
+                _populate(self.address, size)
+            except BaseException:
+                self.free()
+                raise
 
     def free(self) -> None:
         """Give the memory back. Nothing may touch it any more."""

@@ -19,11 +19,11 @@ thread that drives the tier.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcr.types import CacheTier, OpEntryResult, QueryStatus
+from kvcr.types import CacheTier, OpEntryResult, OpEntryStatus, QueryStatus
 
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobId, JobResult, TransferJob
@@ -35,6 +35,9 @@ from vllm.v1.kv_offload.tiering.kvcr.landing import Blocks, Landings
 from vllm.v1.kv_offload.tiering.kvcr.metrics import Losses, Lost
 from vllm.v1.kv_offload.tiering.kvcr.peers import Peers
 from vllm.v1.kv_offload.tiering.kvcr.translate import ENTRIES, Entry
+
+# Looking an enum's member up costs more than what is done with it.
+_SUCCESS = OpEntryStatus.SUCCESS
 
 
 @dataclass(frozen=True)
@@ -73,14 +76,30 @@ class _Job:
 class _Operation:
     job: _Job
     blocks: Blocks
-    pending: set[bytes]
     started_at: float
     claims: list[Any] | None
     """What holds the blocks in the pool; ``None`` unless they landed there."""
+    pending: set[bytes] | None = None
+    """Blocks without an outcome; filled when the first piece is not all of them."""
+    done: bool = False
     from_peer: bool = False
     uncertain: bool = False
     unchecked: bool = False
     """A store whose checksums are still being taken."""
+
+    def settle(self, keys: Mapping[Any, Any]) -> Collection[Any]:
+        """Note that ``keys`` have an outcome; those that had none before."""
+        if self.done:
+            return ()
+        if self.pending is None:
+            if keys.keys() == self.blocks.keys():
+                self.done = True
+                return keys
+            self.pending = set(self.blocks)
+        fresh = self.pending.intersection(keys)
+        self.pending -= fresh
+        self.done = not self.pending
+        return fresh
 
 
 class Transfers:
@@ -198,22 +217,19 @@ class Transfers:
             if self.landings is not None:
                 self.landings.complete(handle, entries)
             return
-        pending = operation.pending
         failed: list[bytes] = []
-        for key, entry in entries.items():
-            if key not in pending:
+        for key in operation.settle(entries):
+            status = entries[key].status
+            if status is _SUCCESS:
                 continue
-            pending.discard(key)
-            outcome = ENTRIES[entry.status]
-            if outcome is Entry.DONE:
-                continue
+            outcome = ENTRIES[status]
             if outcome is Entry.DROPPED and not operation.job.is_load:
                 operation.job.dropped += 1
-            else:
+            elif outcome is not Entry.DONE:
                 failed.append(key)
         if failed:
             self._copy_failed(operation, failed)
-        if not pending and not operation.uncertain:
+        if operation.done and not operation.uncertain:
             self._close(handle, operation)
 
     def pump(self) -> None:
@@ -247,7 +263,7 @@ class Transfers:
         operation = self._operations.get(handle)
         if operation is not None and operation.uncertain:
             operation.uncertain = False
-            if not operation.pending:
+            if operation.done:
                 self._close(handle, operation)
 
     def abandon(self) -> None:
@@ -429,7 +445,7 @@ class Transfers:
         from_peer: bool = False,
     ) -> _Operation:
         job.open_parts += 1
-        return _Operation(job, blocks, set(blocks), time.monotonic(), claims, from_peer)
+        return _Operation(job, blocks, time.monotonic(), claims, from_peer=from_peer)
 
     def _copy_failed(self, operation: _Operation, failed: list[bytes]) -> None:
         job = operation.job

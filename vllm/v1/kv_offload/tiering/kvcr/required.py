@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The names that this package takes from vLLM and kvcr without an alternative."""
+
+import importlib
+
+REQUIRED_NAMES = {
+    "kvcr": (
+        "DURATION_METRIC",
+        "KVCR.close",
+        "KVCR.deliver",
+        "KVCR.deposit",
+        "KVCR.discard_hint",
+        "KVCR.get_stats",
+        "KVCR.poll_completed",
+        "KVCR.query",
+        "KVCR.submit_hint",
+        "KVCRBindings",
+        "KVCRGuardProtocolError",
+        "KVCRMsgFramingError",
+        "KVCRServiceError",
+        "KVCRSocketError",
+        "ROUTER_HINT_CAPABILITIES",
+        "ROUTER_HINT_KEY",
+        "STATE_METRIC",
+        "TRANSFER_BLOCKS_METRIC",
+        "TRANSFER_BYTES_METRIC",
+    ),
+    "kvcr.config": (
+        "G3Options",
+        "KVCRBackendConfigs",
+        "KVCRConfig",
+        "KVCRGuardConfig",
+        "LocalDramOptions",
+        "RemoteFWDramOptions",
+    ),
+    "kvcr.control_channels": ("ZmqPeerControlChannel",),
+    "kvcr.policy": (
+        "FIFOPolicy",
+        "G3FIFOPolicy",
+        "G3LRUPolicy",
+        "KVCachePolicy",
+        "LRUPolicy",
+    ),
+    "kvcr.types": (
+        "BlockKey",
+        "CacheTier",
+        "InventoryEvent",
+        "OpEntryResult",
+        "OpEntryStatus",
+        "PinHandle",
+        "PinRequestId",
+        "PinResult",
+        "QueryStatus",
+        "RecoveryMirrorError",
+        "TransferError",
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": (
+        "OffloadingConnectorStats",
+    ),
+    "vllm.logger": ("init_logger",),
+    "vllm.v1.core.kv_cache_utils": ("BlockHash", "maybe_convert_block_hash"),
+    "vllm.v1.kv_offload.base": (
+        "Locality",
+        "LookupResult",
+        "Medium",
+        "OffloadKey",
+        "OffloadingCounterMetadata",
+        "OffloadingEvent",
+        "OffloadingGaugeMetadata",
+        "OffloadingHistogramMetadata",
+        "OffloadingMetricMetadata",
+        "OffloadingSpec",
+        "ReqContext",
+        "RequestOffloadingContext",
+        "ScheduleEndContext",
+        "get_offload_block_hash",
+    ),
+    "vllm.v1.kv_offload.tiering.base": (
+        "JobId",
+        "JobResult",
+        "ParentManager",
+        "SecondaryTierManager",
+        "TransferJob",
+    ),
+}
+
+
+def missing_names() -> list[str]:
+    """Those that are not there, each with its module; imports the modules."""
+    missing = []
+    for module, names in REQUIRED_NAMES.items():
+        try:
+            loaded = importlib.import_module(module)
+        except ImportError:
+            missing.append(module)
+            continue
+        for name in names:
+            found: object = loaded
+            for part in name.split("."):
+                found = getattr(found, part, None)
+            if found is None:
+                missing.append(f"{module}.{name}")
+    return missing
