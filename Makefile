@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+#
+# Each of these sets up .venv first, where that is still to be done.
+#   make demo    a real vLLM engine on the CPU, served by the kvcr tier
+#   make test    all tests          PYTEST_ARGS="-k plugin" picks some
+#   make lint    ruff, mypy, shellcheck
+#   make clean   removes .venv and caches
+# PYTHON=... names the Python (3.11 to 3.14) that .venv is made with.
+
+VENV_PYTHON := .venv/bin/python
+VENV_BIN := .venv/bin
+PYTEST_ARGS ?=
+SHELL_SCRIPTS = .ci/run $(shell find scripts .buildkite -name '*.sh' 2>/dev/null)
+
+# vLLM's hashes of blocks have to be the same in each process.
+export PYTHONHASHSEED := 0
+# GiB; the models used here are tiny.
+export VLLM_CPU_KVCACHE_SPACE ?= 1
+# Nothing is downloaded and nothing reported while a demo or a test runs.
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+
+.PHONY: help setup demo test lint clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup:
+	@python=$$(scripts/find_python.sh) && "$$python" -m scripts.setup_env
+
+demo: setup
+	@$(VENV_PYTHON) -m vllm_kvcr.demo
+
+test: export VLLM_LOGGING_LEVEL ?= WARNING
+test: setup
+	@$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(VENV_BIN)/ruff check .
+	$(VENV_BIN)/ruff format --check .
+	$(VENV_BIN)/mypy
+	$(VENV_BIN)/shellcheck $(SHELL_SCRIPTS)
+
+clean:
+	rm -rf .venv .venv.lock .venv.log .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""In CI a skipped test is a failed one: there no dependency is ever absent."""
+
+import os
+from collections.abc import Generator
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--no-skips",
+        action="store_true",
+        default=os.environ.get("CI", "").lower() not in ("", "0", "false"),
+        help="fail each test that would be skipped (default where CI is set)",
+    )
+
+
+def _fail_if_skipped(
+    config: pytest.Config, report: pytest.TestReport | pytest.CollectReport
+) -> None:
+    expected_failure = hasattr(report, "wasxfail")
+    if report.skipped and config.getoption("--no-skips") and not expected_failure:
+        report.outcome = "failed"
+        reason = report.longrepr
+        reason = reason[-1] if isinstance(reason, tuple) else reason
+        report.longrepr = f"{report.nodeid}: no test may be skipped here. {reason}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _fail_if_skipped(item.config, report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _fail_if_skipped(collector.config, report)
+    return report

