@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A real vLLM engine on the CPU, served by the KVCR tier: ``python -m vllm_kvcr.demo``.
+
+Distinct long prompts run cold; then again, when neither vLLM's KV cache nor its
+primary tier holds them any more and only KVCR does: in its DRAM pool, and on a second
+engine whose pool is too small, in files over NIXL's POSIX backend. The exit status is
+zero only if tokens were served from each and every output equals the cold one.
+"""
+
+import argparse
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_kvcr.demo_plan import Stage, StageResult, Workload, stages
+from vllm_kvcr.demo_process import StageFailed, run_stage
+
+STARTING = "importing vLLM"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="vllm-kvcr demo",
+        description="A real vLLM engine on the CPU, served by the KVCR tier.",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="for temporary files, on a disk (default: the system's temporary folder)",
+    )
+    parser.add_argument(
+        "--log", type=Path, help="for vLLM's output (default: a new temporary file)"
+    )
+    options = parser.parse_args(argv)
+    progress = Console(stderr=True)
+    if not entry_points(group="vllm.general_plugins", name="kvcr"):
+        progress.print(
+            "vllm-kvcr is not installed in this Python, so vLLM would not find it"
+        )
+        return 1
+    log = options.log or _new_log()
+    log.write_bytes(b"")
+    progress.print(f"vLLM's log: {log}", soft_wrap=True)
+
+    workload = Workload()
+    results: list[tuple[Stage, StageResult]] = []
+    try:
+        with _termination_interrupts():
+            for stage in stages(workload):
+                with _shown(progress, stage.title) as tell:
+                    result = run_stage(
+                        workload, stage, log, tell=tell, folder=options.folder
+                    )
+                results.append((stage, result))
+    except StageFailed as failure:
+        progress.print(f"{stage.title}: {failure}", markup=False, soft_wrap=True)
+        progress.print(f"All of it: {log}", soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        progress.print("Interrupted; the engine is stopped.")
+        return 130
+
+    # A fixed width where the output is not a terminal: cut-off columns say nothing.
+    output = Console(width=None if sys.stdout.isatty() else 80)
+    output.print(table(results))
+    faults = [
+        f"{stage.title}: {fault}"
+        for stage, result in results
+        for fault in result.faults(stage)
+    ]
+    for fault in faults:
+        output.print(f"[red]FAILED[/red] {fault}", soft_wrap=True)
+    if not faults:
+        output.print(
+            "Served from KVCR's DRAM and from its files; every output equals the cold "
+            "one."
+        )
+    return 1 if faults else 0
+
+
+def table(results: Sequence[tuple[Stage, StageResult]]) -> Table:
+    """A column for each stage, a row for each measure."""
+    shown = Table(title="Prompts run cold, then again with KVCR alone holding them")
+    shown.add_column()
+    for stage, _ in results:
+        shown.add_column(f"from {stage.title}", justify="right")
+
+    rows: list[tuple[str, Callable[[StageResult], str]]] = [
+        ("Prompts", lambda r: f"{len(r.cold.outputs)}"),
+        ("Prompt tokens", lambda r: f"{r.served.prompt_tokens:,}"),
+        ("  served from KVCR DRAM", lambda r: f"{r.tokens_from_dram:,}"),
+        ("  served from KVCR files", lambda r: f"{r.tokens_from_files:,}"),
+        ("  still in vLLM's own caches", lambda r: f"{r.tokens_from_vllm:,}"),
+        (
+            "  computed again",
+            lambda r: f"{r.served.prompt_tokens - r.served.cached_tokens:,}",
+        ),
+        (
+            "Bytes stored in KVCR DRAM",
+            lambda r: _mib(r.cold.operation("local_fill").bytes),
+        ),
+        (
+            "Bytes moved from there to files",
+            lambda r: _mib(r.moved_to_files.bytes),
+        ),
+        ("Bytes read from KVCR DRAM", lambda r: _mib(r.from_dram.bytes)),
+        ("Bytes read from KVCR files", lambda r: _mib(r.from_files.bytes)),
+        (
+            "Time to first token, cold",
+            lambda r: _milliseconds(r.cold.seconds_to_first_token),
+        ),
+        (
+            "Time to first token, served",
+            lambda r: _milliseconds(r.served.seconds_to_first_token),
+        ),
+        (
+            "Output equals the cold one",
+            lambda r: (
+                ("yes" if r.equal_outputs == len(r.cold.outputs) else "NO")
+                + f" ({r.equal_outputs} of {len(r.cold.outputs)})"
+            ),
+        ),
+    ]
+    for name, show in rows:
+        shown.add_row(name, *(show(result) for _, result in results))
+    shown.caption = "Times are medians over the prompts."
+    return shown
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds) * 1000:,.0f} ms"
+
+
+def _new_log() -> Path:
+    with tempfile.NamedTemporaryFile(
+        prefix="vllm-kvcr-demo-", suffix=".log", delete=False
+    ) as file:
+        return Path(file.name)
+
+
+@contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """Let SIGTERM take the way of Ctrl-C, which stops the engine."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _shown(console: Console, title: str) -> Iterator[Callable[[str], None]]:
+    """Show what goes on: one changing line on a terminal, else a line for each."""
+    started = time.monotonic()
+    if console.is_terminal:
+        with console.status(f"{title}: {STARTING}") as status:
+            yield lambda doing: status.update(f"{title}: {doing}")
+    else:
+        console.print(f"{title}: {STARTING}")
+        yield lambda doing: console.print(f"{title}: {doing}", markup=False)
+    console.print(f"{title}: done in {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

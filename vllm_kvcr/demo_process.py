@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Runs a stage of the demo in processes of its own, and cleans up after them.
+
+Failure model: a stage that fails, hangs or is interrupted raises, and leaves neither
+a process nor a file but its log.
+"""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import IO, Any
+
+from pydantic import TypeAdapter
+
+from vllm_kvcr.demo_plan import Job, Stage, StageResult, Workload
+
+STAGE_SECONDS = 180.0
+STOP_SECONDS = 15.0
+LOG_LINES_SHOWN = 15
+SHARED_MEMORY = Path("/dev/shm")
+
+# The engine neither fetches nor reports anything, and uses no other plugin.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONHASHSEED": "0",
+    "PYTHONUNBUFFERED": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "kvcr",
+}
+
+
+class StageFailed(Exception):
+    """A stage gave no result; the text says why."""
+
+
+def run_stage(
+    workload: Workload,
+    stage: Stage,
+    log: Path,
+    *,
+    tell: Callable[[str], None] = lambda doing: None,
+    folder: Path | None = None,
+    seconds: float = STAGE_SECONDS,
+    spec: tuple[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = ("-m", "vllm_kvcr.demo_engine"),
+) -> StageResult:
+    """Run ``stage`` on an engine whose output is appended to ``log``.
+
+    ``folder`` is where temporary files go; ``spec`` a name and a module for another
+    offloading spec; ``environment`` is added to the engine's; ``program`` is what
+    Python runs, with the job and a file descriptor for events as arguments.
+    """
+    with tempfile.TemporaryDirectory(prefix="vllm-kvcr-demo-", dir=folder) as scratch:
+        if stage.file_chunks:
+            require_direct_io(Path(scratch))
+        job = Job(workload, stage, scratch, f"vllm-kvcr-demo-{uuid.uuid4()}")
+        if spec is not None:
+            job = replace(job, spec_name=spec[0], spec_module_path=spec[1])
+        command = [*program, json.dumps(asdict(job))]
+        everything = {**os.environ, **ENVIRONMENT, **(environment or {})}
+        try:
+            return _run(command, log, tell, seconds, everything)
+        finally:
+            # An engine that was killed could not remove its shared memory.
+            for left_behind in SHARED_MEMORY.glob(f"vllm_offload_{job.engine_id}*"):
+                left_behind.unlink(missing_ok=True)
+
+
+def require_direct_io(folder: Path) -> None:
+    """KVCR opens its files with O_DIRECT, which not every file system offers."""
+    probe = folder / "probe"
+    try:
+        os.close(os.open(probe, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600))
+    except OSError as error:
+        raise StageFailed(
+            f"files in {folder} cannot be opened with O_DIRECT ({error.strerror}); "
+            "name a folder on a disk with --folder"
+        ) from error
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _run(
+    program: Sequence[str],
+    log: Path,
+    tell: Callable[[str], None],
+    seconds: float,
+    environment: Mapping[str, str],
+) -> StageResult:
+    events, events_of_child = os.pipe()
+    try:
+        with log.open("ab") as sink:
+            child = subprocess.Popen(
+                [sys.executable, *program, str(events_of_child)],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env=environment,
+                pass_fds=[events_of_child],
+                # A group of its own: it can be ended as a whole.
+                start_new_session=True,
+            )
+    except BaseException:
+        os.close(events)
+        raise
+    finally:
+        os.close(events_of_child)
+
+    result: StageResult | None = None
+    deadline = time.monotonic() + seconds
+    try:
+        with os.fdopen(events, "rb", buffering=0) as stream:
+            for event in _read_events(stream, deadline):
+                if "doing" in event:
+                    tell(event["doing"])
+                else:
+                    result = TypeAdapter(StageResult).validate_python(event["result"])
+        status = child.wait(timeout=max(1.0, deadline - time.monotonic()))
+    except (TimeoutError, subprocess.TimeoutExpired) as error:
+        raise StageFailed(
+            f"not finished after {seconds:.0f} s; its log ends with\n{_tail(log)}"
+        ) from error
+    finally:
+        _end(child)
+    if status != 0 or result is None:
+        raise StageFailed(f"exit status {status}; its log ends with\n{_tail(log)}")
+    return result
+
+
+def _read_events(stream: IO[bytes], deadline: float) -> Iterator[dict[str, Any]]:
+    """Yield events until the other end is closed; TimeoutError at the deadline."""
+    pending = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while True:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+            chunk = stream.read(1 << 16)
+            if not chunk:
+                return
+            *lines, pending = (pending + chunk).split(b"\n")
+            yield from map(json.loads, lines)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End the child's group: politely, so that it removes what it shared, then not.
+
+    Only the whole group's end counts: vLLM's processes outlive the one that is killed.
+    """
+    deadline = time.monotonic() + STOP_SECONDS
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGTERM)
+        while _is_running(child.pid) and time.monotonic() < deadline:
+            child.poll()
+            time.sleep(0.05)
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _is_running(group: int) -> bool:
+    """Whether a process of the group still runs; a zombie does not."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                return True
+    return False
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+    return "\n".join(f"  {line}" for line in lines)
