@@ -8,26 +8,31 @@ a version.
 """
 
 from collections.abc import Callable
+from inspect import signature
 from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_offload.tiering.kvcr import environment
 
 try:
     import kvcr
+    import kvcr.api as kvcr_api
+    import kvcr.config as kvcr_config
+    import kvcr.types as kvcr_types
 except ImportError as error:
-    raise ImportError(
-        'The "kvcr" tier needs the package kvcr and the NIXL release it requires, '
-        f"which could not be imported ({error}). Install them with: pip install kvcr"
-    ) from error
+    raise environment.explain(error) from error
 
-import kvcr.api as kvcr_api
-import kvcr.config as kvcr_config
-import kvcr.types as kvcr_types
+environment.check_names()
 
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.v1.kv_offload.base import ReqContext  # noqa: E402
+from vllm.v1.kv_offload.tiering.base import (  # noqa: E402
+    JobResult,
+    SecondaryTierManager,
+)
 
 if TYPE_CHECKING:
     from kvcr import KVCR
 
-    from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+    from vllm.v1.kv_offload.base import OffloadKey
 
 BlockRefs = list[Any]
 """What KVCR takes as one block's memory: a list with one reference in it."""
@@ -58,6 +63,20 @@ HAS_TIER_POLL_THREAD = hasattr(SecondaryTierManager, "tolerates_off_thread_polli
 # carry no size. Can go when 0.30 is no longer supported.
 HAS_BACKPRESSURE = hasattr(SecondaryTierManager, "bp_detector")
 _HAS_TRANSFER_BYTES = "transfer_bytes" in JobResult.__dataclass_fields__
+
+# Serves vLLM 0.30, whose requests have no carrier of their own for hints; see
+# ``request_hints``. Can go when 0.30 is no longer supported.
+_HAS_KV_HINTS = "kv_hints" in ReqContext.__dataclass_fields__
+
+# Serves vLLM before 0.33, which publishes no facts about a tier. Can go when 0.32 is
+# no longer supported.
+_HAS_CONFIG_INFO = hasattr(SecondaryTierManager, "config_info")
+
+# Serves kvcr 0.1.0, whose reports do not say whose memory they are about. Can go with
+# 0.1.0.
+_HAS_MEMORY_OWNERS = (
+    "destination_owner" in signature(kvcr_types.TransferError.__init__).parameters
+)
 
 
 def primary_region(address: int, row_bytes: int, rows: int) -> dict[str, Any]:
@@ -157,3 +176,47 @@ def is_quiescent(kvcr_instance: "KVCR") -> bool:
         return probe is not None and probe() is True
     except Exception:
         return False
+
+
+def native_alive_after(error: BaseException) -> bool:
+    """Whether a failed start of KVCR left native code that may touch the buffers.
+
+    kvcr 0.1.0 has no exception that says so; it only sets aside what it could not
+    stop. The second half can go with 0.1.0.
+    """
+    if KVCRStartupError is not _NeverRaised:
+        return isinstance(error, KVCRStartupError)
+    return bool(getattr(kvcr_api, "_NONQUIESCENT_STARTUP_RESOURCES", ()))
+
+
+def capabilities() -> dict[str, bool]:
+    """What the installed releases allow, and whether they do."""
+    return {
+        "off_thread_polling": HAS_TIER_POLL_THREAD,
+        "store_declining": HAS_BACKPRESSURE,
+        "transfer_sizes": _HAS_TRANSFER_BYTES,
+        "kv_hints": _HAS_KV_HINTS,
+        "config_info": _HAS_CONFIG_INFO,
+        "sequence_alignment": HAS_SEQUENCE_ALIGNMENT,
+        "retained_startup_buffers": KVCRStartupError is not _NeverRaised,
+        "memory_owners": _HAS_MEMORY_OWNERS,
+    }
+
+
+def describe_start() -> str:
+    """The line that an operator finds in the log: versions, and what is on and off."""
+    on = [name for name, has in capabilities().items() if has]
+    off = [name for name, has in capabilities().items() if not has]
+    versions = environment.describe(environment.look_around())
+    return f"{versions}; on: {', '.join(on) or '-'}; off: {', '.join(off) or '-'}"
+
+
+CONFIG_INFO_KEYS = ("kvcr_version", "nixl_version", "kvcr_capabilities")
+"""Labels of the tier's series in vLLM's metric on the configuration."""
+
+
+def config_info() -> dict[str, str]:
+    versions = environment.look_around().versions
+    on = ",".join(name for name, has in capabilities().items() if has)
+    values = (versions.get("kvcr", ""), versions.get("nixl", ""), on)
+    return dict(zip(CONFIG_INFO_KEYS, values, strict=True))

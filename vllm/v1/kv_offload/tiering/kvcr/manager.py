@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from kvcr import KVCR, KVCRBindings
 from kvcr.control_channels import ZmqPeerControlChannel
-from kvcr.types import CacheTier, QueryStatus, TransferError
+from kvcr.types import CacheTier, QueryStatus
 
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
@@ -48,18 +48,16 @@ from vllm.v1.kv_offload.tiering.kvcr.config import (
     telemetry_enabled,
 )
 from vllm.v1.kv_offload.tiering.kvcr.decline import StoreDecliner
-from vllm.v1.kv_offload.tiering.kvcr.health import Health, Reason
+from vllm.v1.kv_offload.tiering.kvcr.health import Health
 from vllm.v1.kv_offload.tiering.kvcr.hints import Hints, own_endpoints
 from vllm.v1.kv_offload.tiering.kvcr.integrity import BlockSums
 from vllm.v1.kv_offload.tiering.kvcr.inventory import Inventory
 from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
 from vllm.v1.kv_offload.tiering.kvcr.metrics import (
-    IGNORED_HINTS,
-    LOST_BLOCKS,
-    TIER_STATE,
     KvcrStats,
     Losses,
     Lost,
+    add_own,
     definitions,
 )
 from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace, make_namespace
@@ -67,6 +65,7 @@ from vllm.v1.kv_offload.tiering.kvcr.peers import Peers
 from vllm.v1.kv_offload.tiering.kvcr.pins import Pins
 from vllm.v1.kv_offload.tiering.kvcr.policy import make_policy
 from vllm.v1.kv_offload.tiering.kvcr.pool import PoolMemory
+from vllm.v1.kv_offload.tiering.kvcr.resilience import Resilience
 from vllm.v1.kv_offload.tiering.kvcr.transfers import Transfers
 from vllm.v1.kv_offload.tiering.kvcr.translate import LOOKUPS, Fault, fault_of
 
@@ -157,7 +156,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._pins = self._make_pins(codec, namespace, block_refs, agent)
         # Counted here and not in ``Losses``: a miss is as frequent as a lookup.
         self._missed = self._missed_hinted = 0
-        self._unstopped: set[tuple[str, int]] = set()
+        self._resilience = Resilience(self._health, self._pins, config.serves_peers)
         self._shut_down = False
         publishes = config.owns_inventory and events.enable_kv_cache_events
 
@@ -184,7 +183,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 inventory_sink=self._inventory.report if publishes else None,
                 stats_factory=KvcrStats if config.enable_telemetry else None,
                 policy=policy,
-                on_resilience_event=self._on_resilience_event,
+                on_resilience_event=self._resilience.report,
             )
             self._kvcr = KVCR(
                 topology.kvcr_config(config, primary, agent),
@@ -231,6 +230,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             sums=self._sums,
             block_bytes=primary.row_bytes if config.enable_telemetry else None,
         )
+        self._resilience.transfers = self._transfers
         self._closer = Closer(self._kvcr)
         self._query: Any = self._kvcr.query
         self._align = getattr(self._kvcr, "align_sequence", None)
@@ -354,7 +354,9 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 stats = self._kvcr.get_stats()
             except Exception as error:
                 self._fail(error)
-        return self._add_own_stats(stats)
+        self._losses.add_misses(self._missed, self._missed_hinted)
+        self._missed = self._missed_hinted = 0
+        return add_own(stats, self._losses, self._health.take_changes())
 
     # --- the end ---------------------------------------------------------------------
 
@@ -463,71 +465,6 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._transfers.abandon()
         self._pins.abandon()
         self._closer.start()
-
-    def _on_resilience_event(self, error: Exception) -> None:
-        """KVCR's reports about memory, and about itself. Must not raise."""
-        if not isinstance(error, TransferError):
-            if self._config.serves_peers:
-                self._health.degrade(Reason.SOURCE_STALLED, error)
-            return
-        handle = error.op_handle
-        uncertain = error.state == "uncertain"
-        if error.source_blocks:
-            self._note_unstopped("source", handle, uncertain, error)
-            if uncertain:
-                self._pins.uncertain(handle, compat.primary_source_keys(error))
-            else:
-                self._pins.quiesced(handle)
-        if error.destination_regions:
-            self._note_unstopped("destination", handle, uncertain, error)
-            if compat.writes_primary(error):
-                if uncertain:
-                    self._transfers.uncertain(handle)
-                else:
-                    self._transfers.quiesced(handle)
-            else:
-                self._note_landing(len(error.destination_regions), uncertain)
-
-    def _note_unstopped(
-        self, side: str, handle: int, uncertain: bool, error: Exception
-    ) -> None:
-        if uncertain:
-            self._unstopped.add((side, handle))
-            self._health.degrade(Reason.MEMORY_UNCERTAIN, str(error)[:200])
-            return
-        self._unstopped.discard((side, handle))
-        if not self._unstopped:
-            self._health.recover(Reason.MEMORY_UNCERTAIN)
-
-    def _note_landing(self, blocks: int, uncertain: bool) -> None:
-        landings = self._transfers.landings
-        if landings is None:
-            return
-        if uncertain:
-            landings.uncertain(blocks)
-        else:
-            landings.quiesced(blocks)
-        if landings.room <= 0:
-            self._health.degrade(Reason.LANDING_FULL, "no landing slot is left")
-        else:
-            self._health.recover(Reason.LANDING_FULL)
-
-    def _add_own_stats(self, stats: Any | None) -> Any | None:
-        self._losses.add_misses(self._missed, self._missed_hinted)
-        self._missed = self._missed_hinted = 0
-        lost, hints = self._losses.take()
-        changes = self._health.take_changes()
-        if not (lost or hints or changes):
-            return stats
-        if stats is None:
-            stats = KvcrStats()
-        for reason, count in lost.items():
-            stats.increase_counter(LOST_BLOCKS, count, (reason,))
-        for reason, count in hints.items():
-            stats.increase_counter(IGNORED_HINTS, count, (reason,))
-        for state, reason, value in changes:
-            stats.set_gauge(TIER_STATE, value, (state, reason))
-        return stats
 
     def _undo_start(self, error: BaseException, channel: Any | None) -> None:
         """After a failed start: close what was opened, or keep what must be kept."""

@@ -9,6 +9,7 @@ KVCR's metrics keep their names behind ``vllm:``; the adapter's begin with
 import time
 from collections import Counter
 from enum import Enum
+from typing import Any
 
 from kvcr import (
     DURATION_METRIC,
@@ -202,6 +203,29 @@ class KvcrStats(OffloadingConnectorStats):
         super().observe_histogram(
             _prefixed(histogram_name), histogram_value, labelvalues
         )
+
+
+def add_own(
+    stats: Any | None, losses: Losses, states: list[tuple[str, str, int]]
+) -> Any | None:
+    """Add the adapter's own observations to KVCR's, if there are any.
+
+    Args:
+        stats: What KVCR returned; the same object is returned.
+        states: Samples ``(state, reason, 0 or 1)``.
+    """
+    lost, hints = losses.take()
+    if not (lost or hints or states):
+        return stats
+    if stats is None:
+        stats = KvcrStats()
+    for reason, count in lost.items():
+        stats.increase_counter(LOST_BLOCKS, count, (reason,))
+    for reason, count in hints.items():
+        stats.increase_counter(IGNORED_HINTS, count, (reason,))
+    for state, reason, value in states:
+        stats.set_gauge(TIER_STATE, value, (state, reason))
+    return stats
 
 
 def _prefixed(name: str) -> str:

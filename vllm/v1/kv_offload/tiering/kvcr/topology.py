@@ -22,8 +22,8 @@ from kvcr.config import (
 
 from vllm.v1.kv_offload.tiering.kvcr import compat
 from vllm.v1.kv_offload.tiering.kvcr.config import G3Config, OptionError, TierConfig
+from vllm.v1.kv_offload.tiering.kvcr.jobs import Limits
 from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace
-from vllm.v1.kv_offload.tiering.kvcr.transfers import Limits
 
 _LANDING_POOL_BYTES = 256 << 20
 _LANDING_SLOTS = (8, 256)

@@ -19,8 +19,7 @@ thread that drives the tier.
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvcr.types import CacheTier, OpEntryResult, OpEntryStatus, QueryStatus
@@ -31,6 +30,13 @@ from vllm.v1.kv_offload.tiering.kvcr import compat
 from vllm.v1.kv_offload.tiering.kvcr.backoff import Backoff
 from vllm.v1.kv_offload.tiering.kvcr.hints import Hints
 from vllm.v1.kv_offload.tiering.kvcr.integrity import BlockSums
+from vllm.v1.kv_offload.tiering.kvcr.jobs import (
+    Job,
+    Limits,
+    Operation,
+    chunks_of,
+    next_part_fits,
+)
 from vllm.v1.kv_offload.tiering.kvcr.landing import Blocks, Landings
 from vllm.v1.kv_offload.tiering.kvcr.metrics import Losses, Lost
 from vllm.v1.kv_offload.tiering.kvcr.peers import Peers
@@ -38,68 +44,6 @@ from vllm.v1.kv_offload.tiering.kvcr.translate import ENTRIES, Entry
 
 # Looking an enum's member up costs more than what is done with it.
 _SUCCESS = OpEntryStatus.SUCCESS
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds, in blocks; windows are what may be under way at a time."""
-
-    load_operation: int
-    load_window: int
-    store_operation: int
-    store_window: int
-    landing_window: int
-    """0: nothing lands in the pool."""
-    operation_timeout_s: float
-
-
-@dataclass(slots=True)
-class _Job:
-    job_id: JobId
-    is_load: bool
-    keys: list[OffloadKey]
-    chunks: list[int]
-    request_id: str
-    started_at: float
-    cursor: int = 0
-    """Keys before it were given to KVCR, or wait to land."""
-    open_parts: int = 0
-    failed: set[bytes] | tuple[()] = ()
-    dropped: int = 0
-    chunk_of: dict[bytes, int] | None = None
-    """Each block key's chunk, where blocks are verified."""
-    exposed: bool = False
-    """KVCR raised when asked to write for it, and may write all the same."""
-
-
-@dataclass(slots=True)
-class _Operation:
-    job: _Job
-    blocks: Blocks
-    started_at: float
-    claims: list[Any] | None
-    """What holds the blocks in the pool; ``None`` unless they landed there."""
-    pending: set[bytes] | None = None
-    """Blocks without an outcome; filled when the first piece is not all of them."""
-    done: bool = False
-    from_peer: bool = False
-    uncertain: bool = False
-    unchecked: bool = False
-    """A store whose checksums are still being taken."""
-
-    def settle(self, keys: Mapping[Any, Any]) -> Collection[Any]:
-        """Note that ``keys`` have an outcome; those that had none before."""
-        if self.done:
-            return ()
-        if self.pending is None:
-            if keys.keys() == self.blocks.keys():
-                self.done = True
-                return keys
-            self.pending = set(self.blocks)
-        fresh = self.pending.intersection(keys)
-        self.pending -= fresh
-        self.done = not self.pending
-        return fresh
 
 
 class Transfers:
@@ -160,10 +104,10 @@ class Transfers:
                 hints.requests,
                 on_backend_error,
             )
-        self._jobs: dict[JobId, _Job] = {}
-        self._operations: dict[int, _Operation] = {}
-        self._loads: deque[_Job] = deque()
-        self._stores: deque[_Job] = deque()
+        self._jobs: dict[JobId, Job] = {}
+        self._operations: dict[int, Operation] = {}
+        self._loads: deque[Job] = deque()
+        self._stores: deque[Job] = deque()
         self._loading = 0
         self._storing = 0
         self._results: list[JobResult] = []
@@ -242,11 +186,11 @@ class Transfers:
         if not self._loads and not self._stores:
             return
         limits = self._limits
-        while self._loads and _fits(
+        while self._loads and next_part_fits(
             self._loads[0], self._loading, limits.load_operation, limits.load_window
         ):
             self._start_part(self._loads, limits.load_operation)
-        while self._stores and _fits(
+        while self._stores and next_part_fits(
             self._stores[0], self._storing, limits.store_operation, limits.store_window
         ):
             self._start_part(self._stores, limits.store_operation)
@@ -290,9 +234,9 @@ class Transfers:
     # --- parts of jobs ---------------------------------------------------------------
 
     def _submit(
-        self, job_metadata: TransferJob, queue: deque[_Job], *, is_load: bool
+        self, job_metadata: TransferJob, queue: deque[Job], *, is_load: bool
     ) -> None:
-        job = _Job(
+        job = Job(
             job_metadata.job_id,
             is_load,
             list(job_metadata.keys),
@@ -312,7 +256,7 @@ class Transfers:
             queue.append(job)
             self.pump()
 
-    def _start_part(self, queue: deque[_Job], size: int) -> None:
+    def _start_part(self, queue: deque[Job], size: int) -> None:
         """Cut the next part off the first job and start it."""
         job = queue[0]
         first, last = job.cursor, min(job.cursor + size, len(job.keys))
@@ -336,12 +280,12 @@ class Transfers:
         else:
             self._deliver(job, blocks, job.request_id)
 
-    def _start_store(self, job: _Job, blocks: Blocks) -> None:
+    def _start_store(self, job: Job, blocks: Blocks) -> None:
         operation = self._open(job, blocks)
         self._storing += len(blocks)
         if self._sums is not None:
             operation.unchecked = True
-            self._sums.record(operation, _chunks(job, blocks))
+            self._sums.record(operation, chunks_of(job, blocks))
         try:
             handle = self._kvcr.deposit(blocks)
         except Exception as error:
@@ -349,7 +293,7 @@ class Transfers:
             return
         self._operations[handle] = operation
 
-    def _start_sorted_load(self, job: _Job, blocks: Blocks) -> None:
+    def _start_sorted_load(self, job: Job, blocks: Blocks) -> None:
         """Deliver what the pool holds, and have the rest land there.
 
         KVCR's answer and the delivery belong together: nothing is evicted in between,
@@ -391,21 +335,21 @@ class Transfers:
 
     # What ``Landings`` calls.
 
-    def part_opened(self, job: _Job) -> None:
+    def part_opened(self, job: Job) -> None:
         job.open_parts += 1
 
-    def part_closed(self, job: _Job) -> None:
+    def part_closed(self, job: Job) -> None:
         job.open_parts -= 1
         self._finish_if_done(job)
 
     def landed(
-        self, job: _Job, blocks: Blocks, claims: list[Any], from_peer: bool
+        self, job: Job, blocks: Blocks, claims: list[Any], from_peer: bool
     ) -> None:
         # Without the request's id there is no hint, and so no way to a peer.
         self._deliver(job, blocks, None, claims, from_peer)
 
     def not_landed(
-        self, job: _Job, keys: list[bytes], reason: Lost, from_peer: bool
+        self, job: Job, keys: list[bytes], reason: Lost, from_peer: bool
     ) -> None:
         """Blocks of a load did not arrive; a peer's absence is no block's fault."""
         job.failed = {*job.failed, *keys}
@@ -420,7 +364,7 @@ class Transfers:
 
     def _deliver(
         self,
-        job: _Job,
+        job: Job,
         blocks: Blocks,
         request_id: str | None,
         claims: list[Any] | None = None,
@@ -439,15 +383,15 @@ class Transfers:
 
     def _open(
         self,
-        job: _Job,
+        job: Job,
         blocks: Blocks,
         claims: list[Any] | None = None,
         from_peer: bool = False,
-    ) -> _Operation:
+    ) -> Operation:
         job.open_parts += 1
-        return _Operation(job, blocks, time.monotonic(), claims, from_peer=from_peer)
+        return Operation(job, blocks, time.monotonic(), claims, from_peer=from_peer)
 
-    def _copy_failed(self, operation: _Operation, failed: list[bytes]) -> None:
+    def _copy_failed(self, operation: Operation, failed: list[bytes]) -> None:
         job = operation.job
         if not job.is_load:
             job.failed = {*job.failed, *failed}
@@ -462,7 +406,7 @@ class Transfers:
                 self._peers.silent(str(endpoint), operation.started_at)
         self.not_landed(job, failed, Lost.LOAD_FAILED, direct or operation.from_peer)
 
-    def _close(self, handle: int, operation: _Operation) -> None:
+    def _close(self, handle: int, operation: Operation) -> None:
         """An operation is over; a load's blocks are verified before they count."""
         del self._operations[handle]
         job = operation.job
@@ -480,17 +424,17 @@ class Transfers:
         else:
             arrived = [k for k in operation.blocks if k not in job.failed]
             self._sums.verify(
-                operation, _chunks(job, arrived), adopt=operation.from_peer
+                operation, chunks_of(job, arrived), adopt=operation.from_peer
             )
 
-    def _close_store(self, operation: _Operation) -> None:
+    def _close_store(self, operation: Operation) -> None:
         """Called twice for a store with checksums; the second call ends it."""
         if operation.unchecked:
             operation.unchecked = False
         else:
             self.part_closed(operation.job)
 
-    def _checked(self, operation: _Operation, wrong: list[bytes]) -> None:
+    def _checked(self, operation: Operation, wrong: list[bytes]) -> None:
         if not operation.job.is_load:
             self._close_store(operation)
             return
@@ -500,7 +444,7 @@ class Transfers:
 
     # --- results ---------------------------------------------------------------------
 
-    def _finish_if_done(self, job: _Job) -> None:
+    def _finish_if_done(self, job: Job) -> None:
         if job.open_parts or job.cursor < len(job.keys):
             return
         if self._jobs.pop(job.job_id, None) is None:
@@ -529,7 +473,7 @@ class Transfers:
             )
         )
 
-    def _end_failed(self, job: _Job) -> None:
+    def _end_failed(self, job: Job) -> None:
         """End a job as failed, whatever is still open of it."""
         if self._jobs.pop(job.job_id, None) is None:
             return
@@ -539,15 +483,3 @@ class Transfers:
                 job.job_id, False, successful_keys=[] if job.is_load else None
             )
         )
-
-
-def _chunks(job: _Job, keys: Iterable[bytes]) -> list[tuple[bytes, int]]:
-    """Each block key's chunk, for its checksum."""
-    chunk_of = job.chunk_of or {}
-    return [(key, chunk_of[key]) for key in keys]
-
-
-def _fits(job: _Job, under_way: int, size: int, window: int) -> bool:
-    """Whether the job's next part has room in the window; alone, any has."""
-    part = min(size, len(job.keys) - job.cursor)
-    return not under_way or under_way + part <= window
