@@ -18,6 +18,10 @@ from collections.abc import Collection, Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
+# First: where kvcr is absent, this says what to install.
+from vllm.v1.kv_offload.tiering.kvcr import compat
+
+# isort: split
 import numpy as np
 from kvcr import KVCR, KVCRBindings
 from kvcr.control_channels import ZmqPeerControlChannel
@@ -40,7 +44,7 @@ from vllm.v1.kv_offload.tiering.base import (
     SecondaryTierManager,
     TransferJob,
 )
-from vllm.v1.kv_offload.tiering.kvcr import compat, topology
+from vllm.v1.kv_offload.tiering.kvcr import topology
 from vllm.v1.kv_offload.tiering.kvcr.backoff import Backoff
 from vllm.v1.kv_offload.tiering.kvcr.closing import Closer
 from vllm.v1.kv_offload.tiering.kvcr.config import (
@@ -48,6 +52,7 @@ from vllm.v1.kv_offload.tiering.kvcr.config import (
     telemetry_enabled,
 )
 from vllm.v1.kv_offload.tiering.kvcr.decline import StoreDecliner
+from vllm.v1.kv_offload.tiering.kvcr.environment import check_environment
 from vllm.v1.kv_offload.tiering.kvcr.health import Health
 from vllm.v1.kv_offload.tiering.kvcr.hints import Hints, own_endpoints
 from vllm.v1.kv_offload.tiering.kvcr.integrity import BlockSums
@@ -123,6 +128,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             tier_type,
             **compat.base_arguments(backpressure_detector),
         )
+        check_environment()
         config = parse_options(options)
         self._config = config
         self.locality = Locality(config.locality) if config.locality else None
@@ -158,6 +164,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._missed = self._missed_hinted = 0
         self._resilience = Resilience(self._health, self._pins, config.serves_peers)
         self._shut_down = False
+        self._usable = True
         publishes = config.owns_inventory and events.enable_kv_cache_events
 
         slots, option = topology.pool_slots(config, primary)
@@ -265,7 +272,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         return LOOKUPS.get(status, _LOOKUP_MISS)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        if not self._health.failed:
+        if self._usable:
             self._hints.accept(req_context)
         return RequestOffloadingContext()
 
@@ -274,7 +281,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._backoff.finish(req_context.req_id)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        if self._align is None or self._health.failed:
+        if self._align is None or not self._usable:
             return
         prefix = self._prefix
         first = islice(keys, _MAX_TOUCHED)
@@ -286,13 +293,13 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
     # --- transfers -------------------------------------------------------------------
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        if self._health.failed:
+        if not self._usable:
             self._transfers.end_at_once(job_metadata, success=False)
         else:
             self._submit(self._transfers.submit_load, job_metadata)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        if self._health.failed:
+        if not self._usable:
             self._transfers.end_at_once(job_metadata, success=False)
         elif not self._config.has_own_storage:
             self._transfers.end_at_once(job_metadata, success=True)
@@ -312,20 +319,20 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             or self._transfers.has_results
             or self._pins.pending
             or self._inventory.pending
-            or (self._steps_for_peers and not self._health.failed)
+            or (self._steps_for_peers and self._usable)
         )
 
     @property
     def bp_detector(self) -> Any | None:
         given = getattr(self, "_bp_detector", None)
-        if given is None and (self._health.failed or not self._config.has_own_storage):
+        if given is None and not (self._usable and self._config.has_own_storage):
             return self._decliner
         return given
 
     # --- peers -----------------------------------------------------------------------
 
     def serve_external_requests(self, parent: ParentManager) -> None:
-        if self._health.failed:
+        if not self._usable:
             return
         if self._pins.serve(parent):
             # KVCR takes the answers now, not in the next step.
@@ -349,7 +356,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         if not self._config.enable_telemetry:
             return None
         stats: Any | None = None
-        if not self._health.failed and not self._shut_down:
+        if self._usable:
             try:
                 stats = self._kvcr.get_stats()
             except Exception as error:
@@ -368,10 +375,16 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             return
         self._drain(2 * self._config.abandon_timeout / 1000)
         self._shut_down = True
+        self._usable = False
+        self._query = _misses
+        self._transfers.abandon()
+        self._pins.abandon()
         free = self._closer.wait(_CLOSE_TIMEOUT_S)
         if self._sums is not None:
             self._sums.close()
         if free:
+            self._transfers.native_stopped()
+            self._pins.native_stopped()
             if self._pool is not None:
                 self._pool.free()
         else:
@@ -420,7 +433,9 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
     def _poll(self) -> None:
         """Take what KVCR has finished, and start what there is room for."""
-        if self._health.failed:
+        if self._shut_down:
+            return
+        if not self._usable:
             if self._closer.quiescent:
                 self._transfers.native_stopped()
                 self._pins.native_stopped()
@@ -458,8 +473,9 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
     def _fail(self, error: BaseException) -> None:
         """KVCR can no longer be used. Native code may still run: see ``Closer``."""
-        if self._health.failed or self._shut_down:
+        if not self._usable:
             return
+        self._usable = False
         self._health.fail(error)
         self._query = _misses
         self._transfers.abandon()

@@ -14,6 +14,7 @@ from kvcr import (
     KVCRServiceError,
     KVCRSocketError,
 )
+from kvcr.recovery_journal import RecoveryJournalError, RecoveryJournalTornError
 from kvcr.types import (
     CacheTier,
     OpEntryStatus,
@@ -48,6 +49,8 @@ FAULTS: dict[type[BaseException], Fault] = {
     KVCRStartupError: Fault.NATIVE_ALIVE,
     TransferError: Fault.MEMORY,
     RecoveryMirrorError: Fault.STARTUP,
+    RecoveryJournalError: Fault.STARTUP,
+    RecoveryJournalTornError: Fault.STARTUP,
     KVCRSocketError: Fault.STARTUP,
     KVCRMsgFramingError: Fault.STARTUP,
     KVCRGuardProtocolError: Fault.STARTUP,
