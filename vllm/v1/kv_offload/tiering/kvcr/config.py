@@ -314,6 +314,8 @@ def _option_error(faults: list[Any]) -> OptionError:
 def _describe(fault: Any) -> str:
     path = [part for part in fault["loc"] if isinstance(part, str)]
     name = ".".join(path)
+    if not name.isprintable():
+        name = repr(name)
     if fault["type"] == "extra_forbidden":
         model: type[BaseModel] = G3Config if path[:1] == ["g3"] else TierConfig
         prefix = "g3." if model is G3Config else ""
