@@ -14,7 +14,7 @@ in the log, and the engine recomputes.
 import mmap
 import time
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -68,11 +68,11 @@ from vllm.v1.kv_offload.tiering.kvcr.metrics import (
 from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace, make_namespace
 from vllm.v1.kv_offload.tiering.kvcr.peers import Peers
 from vllm.v1.kv_offload.tiering.kvcr.pins import Pins
-from vllm.v1.kv_offload.tiering.kvcr.policy import make_policy
+from vllm.v1.kv_offload.tiering.kvcr.policy import choose_policy
 from vllm.v1.kv_offload.tiering.kvcr.pool import PoolMemory
 from vllm.v1.kv_offload.tiering.kvcr.resilience import Resilience
 from vllm.v1.kv_offload.tiering.kvcr.transfers import Transfers
-from vllm.v1.kv_offload.tiering.kvcr.translate import LOOKUPS, Fault, fault_of
+from vllm.v1.kv_offload.tiering.kvcr.translate import LOOKUPS
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -147,7 +147,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         port = config.control_port(local_rank)
         namespace = make_namespace(config.namespace, offloading_spec, primary.row_bytes)
         guard = topology.guard_config(config, local_rank, namespace)
-        policy = None if config.policy is None else make_policy(config.policy)
+        policy = choose_policy(config.policy, has_files=config.g3 is not None)
 
         agent = f"vllm-{uuid.uuid4().hex}"
         block_refs = compat.block_refs_factory(
@@ -202,6 +202,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             self._undo_start(error, channel)
             raise
 
+        logger.info("kvcr tier: %s", compat.describe_start())
         peers = Peers()
         self._peers = peers
         self._backoff = Backoff()
@@ -352,6 +353,13 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
     ) -> dict[str, OffloadingMetricMetadata]:
         return definitions() if telemetry_enabled(extra_config) else {}
 
+    @classmethod
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
+        return compat.CONFIG_INFO_KEYS
+
+    def config_info(self) -> Mapping[str, str]:
+        return compat.config_info()
+
     def get_stats(self) -> "OffloadingConnectorStats | None":
         if not self._config.enable_telemetry:
             return None
@@ -484,7 +492,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
     def _undo_start(self, error: BaseException, channel: Any | None) -> None:
         """After a failed start: close what was opened, or keep what must be kept."""
-        native_alive = fault_of(error) is Fault.NATIVE_ALIVE or not isinstance(
+        native_alive = compat.native_alive_after(error) or not isinstance(
             error, Exception
         )
         if native_alive:

@@ -11,6 +11,7 @@ from kvcr.policy import (
     KVCachePolicy,
     LRUPolicy,
 )
+from kvcr.types import BlockMeta, CacheTier
 
 BUILT_IN: dict[str, type[KVCachePolicy]] = {
     "fifo": FIFOPolicy,
@@ -18,6 +19,35 @@ BUILT_IN: dict[str, type[KVCachePolicy]] = {
     "g3_fifo": G3FIFOPolicy,
     "g3_lru": G3LRUPolicy,
 }
+
+
+# A clean block counts as this much older than it is.
+_CLEAN_HANDICAP_S = 60.0
+
+
+class CleanFirstPolicy(G3LRUPolicy):
+    """Least recently used first, and blocks with a copy on file before the others.
+
+    To evict a block that has no copy on file, KVCR has to write it first, one at a
+    time. Blocks that were just read have one, so that reading does not wait for
+    writing; a block that is used often stays all the same.
+    """
+
+    def eviction_score(self, meta: BlockMeta, source: CacheTier) -> float:
+        score = super().eviction_score(meta, source)
+        clean = source is CacheTier.LOCAL_G2 and CacheTier.G3 in meta.resident_tiers
+        return score - _CLEAN_HANDICAP_S if clean else score
+
+
+def choose_policy(name: str | None, *, has_files: bool) -> KVCachePolicy | None:
+    """The policy to give to KVCR, or ``None`` for KVCR's own choice.
+
+    Raises:
+        ValueError, TypeError: as ``make_policy``.
+    """
+    if name is not None:
+        return make_policy(name)
+    return CleanFirstPolicy() if has_files else None
 
 
 def make_policy(name: str) -> KVCachePolicy:

@@ -92,7 +92,10 @@ def missing_names() -> list[str]:
     for module, names in REQUIRED_NAMES.items():
         try:
             loaded = importlib.import_module(module)
-        except ImportError:
+        except ModuleNotFoundError as error:
+            # Not what that module itself needs: its own error says that best.
+            if not f"{module}.".startswith(f"{error.name}."):
+                raise
             missing.append(module)
             continue
         for name in names:

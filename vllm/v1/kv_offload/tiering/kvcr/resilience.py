@@ -16,8 +16,6 @@ from vllm.v1.kv_offload.tiering.kvcr.landing import Landings
 from vllm.v1.kv_offload.tiering.kvcr.pins import Pins
 from vllm.v1.kv_offload.tiering.kvcr.transfers import Transfers
 
-_DETAIL_CHARACTERS = 200
-
 
 class Resilience:
     """Passes each report on to those whose memory it is about.
@@ -79,7 +77,8 @@ class Resilience:
         """Degraded as long as any report is open. Handles are unique by side."""
         if uncertain:
             self._open.add((side, error.op_handle))
-            detail = str(error)[:_DETAIL_CHARACTERS]
+            blocks = len(error.source_blocks or error.destination_regions or ())
+            detail = f"{blocks} blocks are the {side} of a write that did not stop"
             self._health.degrade(Reason.MEMORY_UNCERTAIN, detail)
             return
         self._open.discard((side, error.op_handle))

@@ -44,6 +44,7 @@ from vllm.v1.kv_offload.tiering.kvcr.translate import ENTRIES, Entry
 
 # Looking an enum's member up costs more than what is done with it.
 _SUCCESS = OpEntryStatus.SUCCESS
+_FIRST_FILED_STORES = 8
 
 
 class Transfers:
@@ -110,6 +111,11 @@ class Transfers:
         self._stores: deque[Job] = deque()
         self._loading = 0
         self._storing = 0
+        # Halved when stores fail, which is when KVCR frees room more slowly than they
+        # ask for it, and grown as they succeed. To files it frees one block a poll.
+        self._store_window = limits.store_window
+        if has_files:
+            self._store_window = min(limits.store_window, _FIRST_FILED_STORES)
         self._results: list[JobResult] = []
 
     # --- vLLM's side -----------------------------------------------------------------
@@ -190,10 +196,12 @@ class Transfers:
             self._loads[0], self._loading, limits.load_operation, limits.load_window
         ):
             self._start_part(self._loads, limits.load_operation)
+        window = self._store_window
+        size = min(limits.store_operation, window)
         while self._stores and next_part_fits(
-            self._stores[0], self._storing, limits.store_operation, limits.store_window
+            self._stores[0], self._storing, size, window
         ):
-            self._start_part(self._stores, limits.store_operation)
+            self._start_part(self._stores, size)
 
     def uncertain(self, handle: int) -> None:
         """A peer's write into the slots of ``handle`` could not be stopped."""
@@ -396,6 +404,7 @@ class Transfers:
         if not job.is_load:
             job.failed = {*job.failed, *failed}
             self._losses.add(Lost.STORE_FAILED, len(failed))
+            self._store_window = max(1, self._store_window // 2)
             return
         endpoint = self._hints.endpoint(job.request_id)
         lands = self.landings is not None and self._peers_land_in_pool
@@ -417,6 +426,8 @@ class Transfers:
             self._loading -= len(operation.blocks)
         else:
             self._storing -= len(operation.blocks)
+            if self._store_window < self._limits.store_window:
+                self._store_window += 1
         if self._sums is None:
             self.part_closed(job)
         elif not job.is_load:
