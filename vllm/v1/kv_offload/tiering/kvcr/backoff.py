@@ -50,7 +50,7 @@ class Backoff:
         self._by_key[key] = (failures + 1, self._clock() + delay)
 
     def succeeded(self, keys: list[OffloadKey]) -> None:
-        """Forget the failures of blocks that could be loaded, or were stored anew."""
+        """Forget the failures of blocks that could be loaded."""
         if self._by_key:
             for key in keys:
                 self._by_key.pop(key, None)

@@ -79,12 +79,18 @@ def check_environment() -> None:
             is needed of it, or does not fit the rest.
     """
     found = look_around()
-    faults = metadata_faults(found) or name_faults(found)
-    if faults:
-        raise _failure(found, faults)
+    error = refusal(found)
+    if error is not None:
+        raise error
     warning = untested(found)
     if warning is not None:
         logger.warning("%s", warning)
+
+
+def refusal(found: Found) -> ImportError | None:
+    """The error that says all that is wrong with what was found, or ``None``."""
+    faults = metadata_faults(found) or name_faults(found)
+    return _failure(found, faults) if faults else None
 
 
 def explain(error: ImportError) -> ImportError:
@@ -158,7 +164,7 @@ def _read(name: str, path: Sequence[str] | None) -> tuple[Distribution | None, M
 
 def _can_be_imported(name: str) -> bool:
     if name in sys.modules:
-        return True
+        return sys.modules[name] is not None
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):

@@ -466,7 +466,8 @@ class Transfers:
             arrived = [key for key in job.keys if self._prefix + key not in failed]
         if job.dropped:
             self._losses.add(Lost.DROPPED, job.dropped)
-        if self._backoff.active:
+        # Not for stores: KVCR does not store again what it holds, damaged or not.
+        if job.is_load and self._backoff.active:
             self._backoff.succeeded(job.keys if arrived is None else arrived)
         seconds: float | None = None
         moved: int | None = None
