@@ -5,12 +5,18 @@
 #   make demo    a real vLLM engine on the CPU, served by the kvcr tier
 #   make test    all tests          PYTEST_ARGS="-k plugin" picks some
 #   make lint    ruff, mypy, shellcheck
-#   make clean   removes .venv and caches
+#   make bench   measurements beside other tiers       BENCH_ARGS="--quick"
+#   make soak    random faults for ten minutes         SOAK_ARGS="--seconds 60"
+#   make matrix  the tests on every pair of releases   MATRIX_ARGS="--adapter-level"
+#   make clean   removes environments and caches
 # PYTHON=... names the Python (3.11 to 3.14) that .venv is made with.
 
 VENV_PYTHON := .venv/bin/python
 VENV_BIN := .venv/bin
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
+SOAK_ARGS ?=
+MATRIX_ARGS ?=
 SHELL_SCRIPTS = .ci/run $(shell find scripts .buildkite -name '*.sh' 2>/dev/null)
 
 # vLLM's hashes of blocks have to be the same in each process.
@@ -21,7 +27,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test lint bench soak matrix clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -42,5 +48,18 @@ lint: setup
 	$(VENV_BIN)/mypy
 	$(VENV_BIN)/shellcheck $(SHELL_SCRIPTS)
 
+# Only here, because only here numbers are to be published.
+bench: setup
+	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check \
+		-e ".[bench]" > .venv.log 2>&1 || { tail -15 .venv.log; exit 1; }
+	@$(VENV_PYTHON) -m benchmarks $(BENCH_ARGS)
+
+soak: export VLLM_LOGGING_LEVEL ?= WARNING
+soak: setup
+	@$(VENV_PYTHON) -m tests.soak $(SOAK_ARGS)
+
+matrix:
+	@python=$$(scripts/find_python.sh) && "$$python" -m scripts.matrix $(MATRIX_ARGS)
+
 clean:
-	rm -rf .venv .venv.lock .venv.log .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix .venv.lock .venv.log .mypy_cache .pytest_cache .ruff_cache .hypothesis

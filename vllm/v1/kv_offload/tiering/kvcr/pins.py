@@ -11,6 +11,7 @@ nothing; a job that was made for it comes back failed. A block that is on its wa
 the primary tier keeps its request waiting until KVCR gives it up.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,10 @@ from vllm.v1.kv_offload.tiering.kvcr.metrics import Losses, Lost
 
 MAX_KEYS_PER_SERVE = 2048
 """Bounds what one engine step spends on peers; further requests wait for the next."""
+MAX_RETRIES_PER_SERVE = 16
+"""Of requests that wait for a block on its way; the others come up in later steps."""
+
+_Requests = OrderedDict[PinRequestId, tuple[BlockKey, ...]]
 
 
 @dataclass(slots=True)
@@ -65,7 +70,8 @@ class Pins:
         self._request_prefix = request_prefix
         self._uncounted = uncounted
         self._next_id = 0
-        self._asked: dict[PinRequestId, tuple[BlockKey, ...]] = {}
+        self._asked: _Requests = OrderedDict()
+        self._waiting: _Requests = OrderedDict()
         self._answers: list[tuple[PinRequestId, PinResult]] = []
         self._held: dict[PinHandle, _Pin] = {}
         self._uncertain: dict[int, set[bytes]] = {}
@@ -83,7 +89,9 @@ class Pins:
     @property
     def pending(self) -> bool:
         """Whether anything is under way: asked, answered, held or to be reported."""
-        return bool(self._asked or self._answers or self._held or self._results)
+        return bool(
+            self._asked or self._waiting or self._answers or self._held or self._results
+        )
 
     # KVCR's callbacks.
 
@@ -100,6 +108,7 @@ class Pins:
     def cancel_pin_request(self, request_id: PinRequestId) -> None:
         """KVCR no longer waits. An answer that was given is released by KVCR."""
         self._asked.pop(request_id, None)
+        self._waiting.pop(request_id, None)
 
     def release_pin(self, handle: PinHandle) -> bool:
         """Let go of a pin; false while a peer's write may still read its blocks."""
@@ -127,22 +136,30 @@ class Pins:
         return results
 
     def serve(self, parent: ParentManager) -> bool:
-        """Answer what can be answered; true if there is an answer for KVCR."""
-        if not self._asked:
-            return bool(self._answers)
+        """Answer what can be answered; true if there is an answer for KVCR.
+
+        What this costs a step does not grow with what is waiting.
+        """
         budget = MAX_KEYS_PER_SERVE
-        for request_id in list(self._asked):
-            if budget <= 0:
-                break
-            keys = self._asked.pop(request_id)
-            budget -= len(keys)
-            if not self._answer(parent, request_id, keys):
-                self._asked[request_id] = keys
+        again = min(len(self._waiting), MAX_RETRIES_PER_SERVE)
+        while self._asked and budget > 0:
+            budget -= self._serve_next(parent, self._asked)
+        while again and budget > 0:
+            again -= 1
+            budget -= self._serve_next(parent, self._waiting)
         return bool(self._answers)
+
+    def _serve_next(self, parent: ParentManager, queue: _Requests) -> int:
+        """Answer the oldest of a queue, or have it wait; how many keys it has."""
+        request_id, keys = queue.popitem(last=False)
+        if not self._answer(parent, request_id, keys):
+            self._waiting[request_id] = keys
+        return len(keys)
 
     def abandon(self) -> None:
         """KVCR is gone: nobody waits for an answer any more."""
         self._asked.clear()
+        self._waiting.clear()
         self._answers.clear()
 
     def native_stopped(self) -> None:

@@ -59,10 +59,10 @@ def primary_of(view: memoryview) -> Primary:
     assert view.shape is not None
     assert view.strides is not None
     rows, row_bytes = view.shape[0], view.strides[0]
-    if rows < 1 or rows * row_bytes != view.nbytes:
+    if not view.nbytes:
         raise ValueError(
-            f"the primary tier's {rows} rows of {row_bytes} bytes do not cover its "
-            f"{view.nbytes} bytes; with no rows at all, raise cpu_bytes_to_use"
+            f"the primary tier's memory, of shape {view.shape}, is empty; raise "
+            "cpu_bytes_to_use"
         )
     exported = ctypes.c_char.from_buffer(view)
     return Primary(ctypes.addressof(exported), row_bytes, rows)
