@@ -37,6 +37,13 @@ class Reason(Enum):
         "a peer may still write into memory that is therefore held back; it is freed "
         "once the peer is heard of, or when this engine restarts",
     )
+    CORRUPT_BLOCKS = (
+        "corrupt_blocks",
+        (
+            "read from a g3 file, they were not what was stored; peers that pull them "
+            "from KVCR's pool cannot tell: check the disk and restart this engine"
+        ),
+    )
     BACKEND_FAILED = (
         "backend_failed",
         "blocks are recomputed from here on; restart this engine to use KVCR again",

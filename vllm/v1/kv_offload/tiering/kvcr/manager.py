@@ -53,7 +53,7 @@ from vllm.v1.kv_offload.tiering.kvcr.config import (
 )
 from vllm.v1.kv_offload.tiering.kvcr.decline import StoreDecliner
 from vllm.v1.kv_offload.tiering.kvcr.environment import check_environment
-from vllm.v1.kv_offload.tiering.kvcr.health import Health
+from vllm.v1.kv_offload.tiering.kvcr.health import Health, Reason
 from vllm.v1.kv_offload.tiering.kvcr.hints import Hints, own_endpoints
 from vllm.v1.kv_offload.tiering.kvcr.integrity import BlockSums
 from vllm.v1.kv_offload.tiering.kvcr.inventory import Inventory
@@ -454,6 +454,9 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             self._transfers.pump()
         except Exception as error:
             self._fail(error)
+        if self._transfers.corrupt and self._config.serves_peers:
+            blocks, self._transfers.corrupt = self._transfers.corrupt, 0
+            self._health.degrade(Reason.CORRUPT_BLOCKS, f"{blocks} blocks")
 
     def _drain(self, give_up_after_s: float | None) -> bool:
         """Poll until nothing of ours touches the primary tier."""
@@ -465,7 +468,9 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 return True
             now = time.monotonic()
             waited = now - started
-            if give_up_after_s is not None and waited > give_up_after_s:
+            if give_up_after_s is not None and (
+                waited > give_up_after_s or self._closer.quiescent is False
+            ):
                 return False
             if now - warned >= _WAIT_WARNING_S:
                 warned = now

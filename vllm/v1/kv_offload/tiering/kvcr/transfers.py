@@ -117,6 +117,8 @@ class Transfers:
         if has_files:
             self._store_window = min(limits.store_window, _FIRST_FILED_STORES)
         self._results: list[JobResult] = []
+        self.corrupt = 0
+        """Blocks found damaged; for the owner to read and reset."""
 
     # --- vLLM's side -----------------------------------------------------------------
 
@@ -450,6 +452,7 @@ class Transfers:
             self._close_store(operation)
             return
         if wrong:
+            self.corrupt += len(wrong)
             self.not_landed(operation.job, wrong, Lost.CORRUPT, False)
         self.part_closed(operation.job)
 
