@@ -25,6 +25,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+_LEAST_FILE_TIMEOUT_MS = 60_000
+
 
 class OptionError(ValueError):
     """An option that cannot be used; the message names it and what to do."""
@@ -168,7 +170,13 @@ class TierConfig(_Options):
 
     # --- limits ------------------------------------------------------------------
     operation_timeout_ms: Count = 1000
-    """How long KVCR works on one operation before it fails."""
+    """How long KVCR works on one operation before it cancels it. With ``g3`` at least
+    a minute, whatever is given: NIXL can crash the process when a file operation that
+    is under way is cancelled."""
+
+    pull_timeout_ms: Count | None = None
+    """How long a pull from a peer may take before the request goes on without it; by
+    default as long as ``operation_timeout_ms``."""
 
     abandon_timeout_ms: Count | None = None
     """When a peer's unstoppable write is given up; at least twice the above."""
@@ -200,11 +208,12 @@ class TierConfig(_Options):
                 "together: blocks outlive the engine in the service's pool, and the "
                 'digest says which engines may share them ("auto" derives it)'
             )
-        if self.abandon_timeout < 2 * self.operation_timeout_ms:
+        abandon = self.abandon_timeout_ms
+        if abandon is not None and abandon < 2 * self.operation_timeout_ms:
             raise ValueError(
-                f"abandon_timeout_ms ({self.abandon_timeout_ms}) must be at least "
-                f"twice operation_timeout_ms ({self.operation_timeout_ms}); leave it "
-                "out to have it follow"
+                f"abandon_timeout_ms ({abandon}) must be at least twice "
+                f"operation_timeout_ms ({self.operation_timeout_ms}); leave it out to "
+                "have it follow"
             )
         ports = self.control_ports or ()
         if len(set(ports)) != len(ports):
@@ -250,10 +259,20 @@ class TierConfig(_Options):
         return self.has_own_storage or self.g3 is not None
 
     @property
+    def operation_timeout(self) -> int:
+        """What KVCR is told."""
+        least = 0 if self.g3 is None else _LEAST_FILE_TIMEOUT_MS
+        return max(self.operation_timeout_ms, least)
+
+    @property
     def abandon_timeout(self) -> int:
-        if self.abandon_timeout_ms is not None:
-            return self.abandon_timeout_ms
-        return max(5000, 2 * self.operation_timeout_ms)
+        """What KVCR is told."""
+        return max(self.abandon_timeout_ms or 5000, 2 * self.operation_timeout)
+
+    @property
+    def pull_timeout(self) -> int:
+        timeout = self.pull_timeout_ms or self.operation_timeout_ms
+        return min(timeout, self.operation_timeout)
 
     def control_port(self, local_rank: int | None) -> int | None:
         """The port of data-parallel rank ``local_rank`` on this machine.

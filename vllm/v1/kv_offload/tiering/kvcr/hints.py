@@ -154,7 +154,31 @@ def own_endpoints(bind_host: str, advertise_host: str, port: int) -> frozenset[s
     return frozenset(f"tcp://{host}:{port}" for host in hosts)
 
 
+def _fits(hints: object) -> bool:
+    """Whether a hint is small enough to be read at all on the engine's thread."""
+    room = 2 * MAX_HASHES
+    unread: list[Any] = [hints]
+    while unread and room >= 0:
+        value = unread.pop()
+        if isinstance(value, msgspec.Struct):
+            value = {name: getattr(value, name) for name in value.__struct_fields__}
+        if isinstance(value, (str, bytes)):
+            room -= len(value)
+        elif isinstance(value, (dict, list, tuple)):
+            room -= len(value)
+            if room >= 0:
+                inside = value.values() if isinstance(value, dict) else value
+                unread.extend(each for each in inside if type(each) is not int)
+                if isinstance(value, dict):
+                    unread.extend(value)
+    return room >= 0
+
+
 def _plain(hints: object) -> dict[str, Any]:
+    if not _fits(hints):
+        raise _Unusable(
+            "too_large", f"more than {2 * MAX_HASHES} values and characters"
+        )
     try:
         plain = msgspec.to_builtins(hints)
     except (TypeError, ValueError, RecursionError) as error:

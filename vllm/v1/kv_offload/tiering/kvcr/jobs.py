@@ -22,6 +22,8 @@ class Limits:
     landing_window: int
     """0: nothing lands in the pool."""
     operation_timeout_s: float
+    pull_timeout_s: float
+    """How long a pull may take that lands in the pool."""
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ Blocks = dict[bytes, BlockRefs]
 """Block key -> where it lies, or shall lie, in the primary tier."""
 
 _SILENT_SHARE = 0.9
-"""A pull that failed after this share of the operation timeout was not answered."""
+"""A pull that failed after this share of its time was not answered."""
 
 
 class LandingOwner(Protocol):
@@ -54,6 +54,7 @@ class _Part:
     blocks: Blocks
     endpoint: str | None
     started_at: float = 0.0
+    given_up: bool = False
 
 
 class Landings:
@@ -63,7 +64,8 @@ class Landings:
         kvcr: KVCR, of which ``fetch`` and ``release`` are used.
         window: Most blocks in the pool, fetched or being fetched, at a time.
         part_size: Most blocks of one fetch.
-        operation_timeout_s: KVCR's.
+        pull_timeout_s: When a pull is given up. KVCR's own deadline can be later; what
+            still lands until then is let go of.
         hinted: The ids of the requests that have a hint.
         on_backend_error: Told of KVCR's exceptions.
     """
@@ -75,7 +77,7 @@ class Landings:
         peers: Peers,
         window: int,
         part_size: int,
-        operation_timeout_s: float,
+        pull_timeout_s: float,
         hinted: Container[str],
         on_backend_error: Callable[[Exception], None],
     ) -> None:
@@ -84,12 +86,13 @@ class Landings:
         self._peers = peers
         self._window = window
         self._part_size = max(1, min(part_size, window))
-        self._silent_after_s = _SILENT_SHARE * operation_timeout_s
+        self._pull_timeout_s = pull_timeout_s
         self._hinted = hinted
         self._on_backend_error = on_backend_error
         self._queue: deque[_Part] = deque()
         self._behind_probe: dict[str, deque[_Part]] = {}
         self._fetching: dict[int, tuple[_Part, set[bytes]]] = {}
+        self._pulling: deque[int] = deque()
         self._in_pool = 0
         self._quarantined = 0
 
@@ -109,7 +112,9 @@ class Landings:
             self._queue.append(_Part(job, request_id, part, endpoint))
 
     def pump(self) -> None:
-        """Start what the window has room for, in order."""
+        """Give up pulls that take too long; start what the window has room for."""
+        if self._pulling:
+            self._give_up_late_pulls()
         while self._queue and self._start_next():
             pass
 
@@ -134,6 +139,12 @@ class Landings:
         if part.endpoint is not None:
             self._judge(part, part.endpoint, bool(landed))
         self._in_pool -= len(failed)
+        if part.given_up:
+            if claims:
+                self.release(claims)
+            if not pending:
+                del self._fetching[handle]
+            return True
         if failed:
             self._owner.not_landed(
                 part.job, failed, Lost.LOAD_FAILED, part.endpoint is not None
@@ -166,6 +177,7 @@ class Landings:
         self._queue.clear()
         self._behind_probe.clear()
         self._fetching.clear()
+        self._pulling.clear()
 
     def _start_next(self) -> bool:
         part = self._queue[0]
@@ -210,9 +222,28 @@ class Landings:
             self._on_backend_error(error)
             return
         self._fetching[handle] = (part, set(part.blocks))
+        if part.endpoint is not None:
+            self._pulling.append(handle)
+
+    def _give_up_late_pulls(self) -> None:
+        """Oldest first; all have the same time."""
+        late = time.monotonic() - self._pull_timeout_s
+        while self._pulling:
+            found = self._fetching.get(self._pulling[0])
+            if found is not None and found[0].started_at > late:
+                return
+            self._pulling.popleft()
+            if found is None:
+                continue
+            part, pending = found
+            part.given_up = True
+            self._judge(part, str(part.endpoint), False)
+            self._owner.not_landed(part.job, list(pending), Lost.LOAD_FAILED, True)
+            self._owner.part_closed(part.job)
 
     def _judge(self, part: _Part, endpoint: str, landed: bool) -> None:
-        if landed or time.monotonic() - part.started_at < self._silent_after_s:
+        waited = time.monotonic() - part.started_at
+        if landed or waited < _SILENT_SHARE * self._pull_timeout_s:
             self._peers.answered(endpoint)
         else:
             self._peers.silent(endpoint, part.started_at)

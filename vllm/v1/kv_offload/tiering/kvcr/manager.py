@@ -88,6 +88,7 @@ _RETAINED_NATIVE_BUFFERS: list[Any] = []
 _POLL_INTERVAL_S = 0.001
 _WAIT_WARNING_S = 5.0
 _MAX_TOUCHED = 4096  # about 10 ms; a prefix is evicted from its end
+_LONGEST_DRAIN_S = 30.0
 _CLOSE_TIMEOUT_S = 20.0  # KVCR gives its operations 5 s and its thread 10 s
 
 # Looking an enum's member up costs a tenth of a lookup.
@@ -381,7 +382,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
     def shutdown(self) -> None:
         if self._shut_down:
             return
-        self._drain(2 * self._config.abandon_timeout / 1000)
+        self._drain(min(2 * self._config.abandon_timeout / 1000, _LONGEST_DRAIN_S))
         self._shut_down = True
         self._usable = False
         self._query = _misses

@@ -130,7 +130,8 @@ def limits_of(config: TierConfig, primary: Primary, slots: int) -> Limits:
         store_operation=max(1, min(operation, store)),
         store_window=max(1, min(window, store)),
         landing_window=max(1, min(window, landing)) if lands else 0,
-        operation_timeout_s=config.operation_timeout_ms / 1000,
+        operation_timeout_s=config.operation_timeout / 1000,
+        pull_timeout_s=config.pull_timeout / 1000,
     )
 
 
@@ -143,7 +144,7 @@ def kvcr_config(config: TierConfig, primary: Primary, agent: str) -> KVCRConfig:
         nixl_agent_name=agent,
         pool_layouts=[("", primary.row_bytes)],
         enable_telemetry=config.enable_telemetry,
-        operation_timeout_ms=config.operation_timeout_ms,
+        operation_timeout_ms=config.operation_timeout,
         abandon_timeout_ms=config.abandon_timeout,
         nixl_listen_port=_ANY_PORT,
     )

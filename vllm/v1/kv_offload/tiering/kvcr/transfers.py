@@ -101,7 +101,7 @@ class Transfers:
                 peers,
                 limits.landing_window,
                 limits.load_operation,
-                limits.operation_timeout_s,
+                limits.pull_timeout_s,
                 hints.requests,
                 on_backend_error,
             )
