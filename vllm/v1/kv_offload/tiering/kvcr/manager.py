@@ -165,6 +165,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._missed = self._missed_hinted = 0
         self._resilience = Resilience(self._health, self._pins, config.serves_peers)
         self._shut_down = False
+        # How long a drain waits for a peer that may still read from the primary.
+        self._patience_s = config.abandon_timeout / 1000
         self._usable = True
         publishes = config.owns_inventory and events.enable_kv_cache_events
 
@@ -469,6 +471,14 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 return True
             now = time.monotonic()
             waited = now - started
+            if not jobs and self._pins.only_refused and waited > self._patience_s:
+                count = self._pins.let_go_of_refused()
+                logger.warning(
+                    "kvcr tier: gave %d pins back although a peer that hangs or died "
+                    "may still read their blocks; it no longer takes them for valid",
+                    count,
+                )
+                continue
             if give_up_after_s is not None and (
                 waited > give_up_after_s or self._closer.quiescent is False
             ):

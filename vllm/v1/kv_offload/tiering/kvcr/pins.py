@@ -75,6 +75,7 @@ class Pins:
         self._answers: list[tuple[PinRequestId, PinResult]] = []
         self._held: dict[PinHandle, _Pin] = {}
         self._uncertain: dict[int, set[bytes]] = {}
+        self._refused: set[PinHandle] = set()
         self._results: list[JobResult] = []
 
     @property
@@ -116,12 +117,28 @@ class Pins:
         if pin is None:
             return True
         if any(not pin.keys.isdisjoint(keys) for keys in self._uncertain.values()):
+            self._refused.add(handle)
             return False
-        del self._held[handle]
-        self._end(pin.job_id, success=True)
+        self._let_go(handle, success=True)
         return True
 
     # The tier's side.
+
+    @property
+    def only_refused(self) -> bool:
+        """Whether all that is held are pins that KVCR would release, were it safe."""
+        return len(self._held) == len(self._refused)
+
+    def let_go_of_refused(self) -> int:
+        """Give back pins that a write from them may still read; how many.
+
+        Wrong bytes can come to nobody by it: KVCR calls a source uncertain only long
+        after the peer gave the same pull up, whose memory then counts for nothing.
+        """
+        refused = list(self._refused)
+        for handle in refused:
+            self._let_go(handle, success=False)
+        return len(refused)
 
     def uncertain(self, operation: int, keys: set[bytes]) -> None:
         """A write from these blocks could not be stopped."""
@@ -247,6 +264,10 @@ class Pins:
             for key in keys
         }
         return f"kvcr-job-{job.job_id}", refs
+
+    def _let_go(self, handle: PinHandle, *, success: bool) -> None:
+        self._refused.discard(handle)
+        self._end(self._held.pop(handle).job_id, success=success)
 
     def _end(self, job_id: JobId, *, success: bool) -> None:
         size = 0 if self._uncounted else None

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""How much is measured."""
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+IDLE_ROWS = 64
+IDLE_ROW_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes and repetitions; the defaults are the full run's."""
+
+    idle_seconds: float = 4.0
+    # Real engines take most of a minute to start.
+    engines: bool = True
+
+    control_repetitions: int = 60
+    job_sizes: tuple[int, ...] = (256, 1)
+    outstanding: tuple[int, ...] = (10, 100, 1_000, 10_000)
+    flat_repetitions: int = 7
+    burst_repetitions: int = 3
+
+    pulls: int = 20
+    # At a source that steps every 900 ms; each takes up to a second.
+    slow_pulls: int = 5
+    landing_blocks: int = 16
+    landing_pulls: int = 10
+
+    blocks: int = 256
+    block_bytes: int = MIB
+    passes: int = 9
+    first_passes: int = 4
+    disk_passes: int = 3
+    sweep_passes: int = 5
+    sweep_operation_mib: tuple[int, ...] = (1, 4, 16, 64, 256)
+    sweep_inflight_mib: tuple[int, ...] = (32, 512)
+
+    size_bytes: tuple[int, ...] = (64 << 10, 256 << 10, MIB, 4 * MIB)
+    batches: tuple[int, ...] = (1, 8, 64)
+    size_passes: int = 4
+
+
+QUICK = Plan(
+    idle_seconds=1.0,
+    engines=False,
+    control_repetitions=10,
+    outstanding=(10, 10_000),
+    flat_repetitions=5,
+    burst_repetitions=1,
+    pulls=4,
+    slow_pulls=0,
+    landing_pulls=0,
+    blocks=32,
+    block_bytes=256 << 10,
+    passes=3,
+    first_passes=1,
+    disk_passes=0,
+    sweep_passes=0,
+    size_passes=0,
+)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Looking inside a tier: the one place that knows its, and KVCR's, private names."""
+
+import ctypes
+import time
+from collections import Counter
+from collections.abc import Sequence, Sized
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+
+class Probe:
+    """What a test wants to know of a tier that vLLM does not ask."""
+
+    def __init__(self, tier: Any) -> None:
+        self._tier = tier
+        self._lost: Counter[str] = Counter()
+        self._ignored_hints: Counter[str] = Counter()
+
+    @property
+    def state(self) -> str:
+        return str(self._tier._health.state.value)
+
+    @property
+    def reason(self) -> str:
+        return str(self._tier._health.reason.label)
+
+    @property
+    def landing_room(self) -> int:
+        """Slots of the pool that a peer's blocks may still land in."""
+        return int(self._tier._transfers.landings.room)
+
+    @property
+    def unstopped(self) -> bool:
+        """Whether, for all KVCR knows, a peer may still write or read here."""
+        core = self._tier._kvcr._core
+        return bool(self._tier._resilience._open) or core._outstanding_operations > 0
+
+    @property
+    def pins(self) -> int:
+        """Pins held for peers."""
+        return int(self._tier._pins.outstanding)
+
+    @property
+    def pins_asked(self) -> int:
+        """Requests for pins that have no answer yet."""
+        pins = self._tier._pins
+        return len(pins._asked) + len(pins._waiting)
+
+    def lost(self) -> dict[str, int]:
+        """Blocks lost so far, by reason."""
+        self._take()
+        return dict(self._lost)
+
+    def ignored_hints(self) -> dict[str, int]:
+        """Hints not used so far, by reason."""
+        self._take()
+        return dict(self._ignored_hints)
+
+    def pool(self, row_bytes: int) -> np.ndarray:
+        """The tier's pool, one row a slot. Not to be kept beyond the tier."""
+        memory = self._tier._pool
+        whole = (ctypes.c_uint8 * memory.size).from_address(memory.address)
+        return np.ctypeslib.as_array(whole).reshape(-1, row_bytes)
+
+    def tables(self) -> dict[str, int]:
+        """How many entries the tables of the tier's parts have."""
+        tier = self._tier
+        landings = tier._transfers.landings
+        parts = {
+            "transfers": tier._transfers,
+            "pins": tier._pins,
+            "hints": tier._hints,
+            "backoff": tier._backoff,
+            "peers": tier._peers,
+            "inventory": tier._inventory,
+        }
+        if landings is not None:
+            parts["landings"] = landings
+        return {
+            f"{name}.{attribute}": len(value)
+            for name, part in parts.items()
+            for attribute, value in vars(part).items()
+            if isinstance(value, Sized) and not isinstance(value, (bytes, str))
+        }
+
+    def set_operation_timeout(self, seconds: float) -> None:
+        """Change how long KVCR works on operations that begin from now on."""
+        core = self._tier._kvcr._core
+        core.config = replace(core.config, operation_timeout_ms=int(1000 * seconds))
+
+    def write_straight(self, blocks: int) -> None:
+        """Load as the obvious adapter does: one operation a job, into the slots."""
+        transfers = self._tier._transfers
+        transfers.landings = None
+        transfers._limits = replace(
+            transfers._limits, load_operation=blocks, load_window=blocks
+        )
+
+    def drains_within(self, seconds: float) -> bool:
+        """Whether a drain would end in that time."""
+        return bool(self._tier._drain(seconds))
+
+    def release_pins(self) -> list[bool]:
+        """Release every pin that is held, as KVCR does; what it is told."""
+        pins = self._tier._pins
+        return [pins.release_pin(handle) for handle in list(pins._held)]
+
+    def deposit_at_once(self, keys: Sequence[bytes]) -> None:
+        """Store the primary tier's first rows as one operation, bypassing the tier."""
+        tier = self._tier
+        refs = tier._transfers._block_refs
+        blocks = {key: refs(chunk) for chunk, key in enumerate(keys)}
+        tier._kvcr.deposit(blocks)
+
+    @property
+    def operations(self) -> int:
+        """Operations that KVCR has under way."""
+        return int(self._tier._kvcr._core._outstanding_operations)
+
+    def kill_progress(self, error: BaseException) -> None:
+        """Have KVCR's progress thread die of ``error`` in its next iteration."""
+        progress = self._tier._kvcr._core._progress
+        poll = progress._poll
+
+        def die(*arguments: Any) -> Any:
+            # Once: the thread polls again while it cleans up.
+            progress._poll = poll
+            raise error
+
+        progress._poll = die
+
+    def _take(self) -> None:
+        lost, hints = self._tier._losses.take()
+        self._lost.update(lost)
+        self._ignored_hints.update(hints)
+
+
+def state_samples(metrics: dict[str, float]) -> dict[str, float]:
+    """The samples of the tier's state gauge, by state and reason."""
+    prefix = "vllm:kvcr_tier_state:"
+    return {
+        name.removeprefix(prefix): value
+        for name, value in metrics.items()
+        if name.startswith(prefix)
+    }
+
+
+class ProgressWatch:
+    """The longest work for which KVCR's progress thread served nobody else.
+
+    Measured as that thread's CPU time, which other processes do not add to.
+    """
+
+    def __init__(self, tier: Any) -> None:
+        self.longest_s = 0.0
+        self._last: float | None = None
+        dangling = tier._kvcr._core._remote_fw_dram._dangling_ops
+        self._begin_poll = dangling.begin_poll
+        dangling.begin_poll = self._polled
+
+    def _polled(self) -> None:
+        now = time.thread_time()
+        if self._last is not None:
+            self.longest_s = max(self.longest_s, now - self._last)
+        self._last = now
+        self._begin_poll()
