@@ -176,6 +176,20 @@ def test_a_silent_peer_costs_one_wait_and_is_then_left_alone() -> None:
     assert rig.lookup(key(5), "t") is LookupResult.HIT
 
 
+def test_a_pull_is_given_up_before_kvcr_does_and_what_lands_late_is_let_go() -> None:
+    rig = peer_rig(pull_timeout_ms=1)
+    job = rig.load([key(0)], [0], "r")
+    (pull,) = fetches(rig)
+    time.sleep(0.002)
+    rig.poll()
+    assert rig.finished[job].success is False
+    assert rig.hits([key(0)]) == []
+    answer(rig, pull)
+    assert rig.kvcr.of_kind("deliver") == []
+    assert rig.kvcr.released == rig.kvcr.claims
+    assert len(rig.kvcr.released) == 1
+
+
 def test_a_peer_that_answers_without_the_block_is_no_silent_one() -> None:
     rig = peer_rig()
     rig.load([key(1)], [0], "r")

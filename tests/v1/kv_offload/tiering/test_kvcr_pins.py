@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.v1.kv_offload.tiering.kvcr_busy import transfer_error
 from tests.v1.kv_offload.tiering.kvcr_rig import ROW_BYTES, StandinRig, key, keys
 from tests.v1.kv_offload.tiering.kvcr_standin import RecordingParent
 from vllm.v1.kv_offload.base import LookupResult
@@ -245,6 +246,36 @@ def test_a_job_that_does_not_match_is_returned_as_failed() -> None:
     assert [(r.job_id, r.success) for r in rig.poll()] == [
         (parent.jobs[0].job_id, False)
     ]
+
+
+def test_a_drain_does_not_wait_for_ever_for_a_peer_that_died() -> None:
+    """Its write may still read the blocks, and it takes nothing for valid any more."""
+    rig = pin_rig(operation_timeout_ms=10, abandon_timeout_ms=20)
+    parent = RecordingParent({key(1): 7})
+    handle, _ = ask(rig, parent, key(1))
+    rig.kvcr.bindings.on_resilience_event(
+        transfer_error(
+            "uncertain",
+            op_handle=1,
+            source_blocks={key(1): refs(rig, 7)},
+            source_owners={key(1): "framework"},
+        )
+    )
+    assert rig.kvcr.bindings.release_pin(handle) is False
+    assert rig.poll() == []
+    rig.tier.drain_jobs()
+    (result,) = rig.tier.get_finished_jobs()
+    assert result.job_id == parent.jobs[0].job_id
+    # KVCR asks again, and is told that it is done.
+    assert rig.kvcr.bindings.release_pin(handle) is True
+    assert list(rig.tier.get_finished_jobs()) == []
+
+
+def test_a_pin_that_kvcr_still_holds_is_waited_for() -> None:
+    rig = pin_rig(operation_timeout_ms=10, abandon_timeout_ms=20)
+    parent = RecordingParent({key(1): 7})
+    ask(rig, parent, key(1))
+    assert rig.tier._drain(0.2) is False
 
 
 def test_a_flood_of_requests_is_spread_over_steps() -> None:

@@ -117,7 +117,6 @@ class ManagedEngine:
         self.wait_for(*requests, timeout_s=timeout_s)
         for served in requests:
             assert served.hits is not None
-            self.read(served.keys[: served.hits], served.context)
             self.compute(served.keys[served.hits :], served.context)
             self.manager.on_request_finished(served.context)
 
@@ -196,6 +195,8 @@ class ManagedEngine:
             pending = pending or result in _PENDING
             hits += 1
         if not pending:
+            # At once, as vLLM does: the next request's lookups may evict them.
+            self.read(waiting.keys[:hits], waiting.context)
             waiting.hits = hits
             waiting.seconds = time.monotonic() - waiting.started_at
 
