@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""In CI a skipped test is a failed one: there no dependency is ever absent."""
+"""Every test is of this checkout's adapter, and in CI a skipped one is a failed one:
+there no dependency is ever absent."""
 
 import os
 from collections.abc import Generator
 
 import pytest
+
+from vllm_kvcr.plugin import register
+
+# Before any test module can import the adapter that vLLM ships.
+register()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
