@@ -77,7 +77,7 @@ def test_a_port_where_nobody_listens_costs_one_wait(
         assert all(request.hits == 0 for request in requests)
         waves.append(requests)
     first, rest = waves[0], [request for wave in waves[1:] for request in wave]
-    assert max(request.seconds for request in first) < 1.3 * OPERATION_S
+    assert max(request.seconds for request in first) < 3 * OPERATION_S
     assert {request.steps for request in rest} == {1}, "no other has waited at all"
     assert set(engine.load_jobs) <= {request.context.req_id for request in first}
     # The one block that was asked for may still be written, for all KVCR knows.
@@ -141,7 +141,7 @@ def test_a_peer_killed_in_the_middle(
 
     if landing == "pool":
         engine.serve(victim)
-        assert victim.seconds < 1.5 * OPERATION_S
+        assert victim.seconds < 3 * OPERATION_S
         other = engine.run("other", make_keys(8, "other"), hint)
         assert (other.hits, other.steps) == (0, 1)
     else:
