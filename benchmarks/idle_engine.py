@@ -75,6 +75,8 @@ class IdleEngine:
                 env={
                     **os.environ,
                     **_ENVIRONMENT,
+                    # Its sockets, which an engine that is killed leaves behind.
+                    "VLLM_RPC_BASE_PATH": str(folder),
                     REPORT_VARIABLE: str(self._report),
                     OURS_VARIABLE: str(int(ours)),
                 },

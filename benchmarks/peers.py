@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 _POLL_S = 0.001
-_AFTERWARDS_STEPS = 20
+_AFTERWARDS_S = 0.02
 _NOTHING = ScheduleEndContext((), ())
 
 
@@ -98,7 +98,7 @@ class Sink:
         """
         rows = self._primary.rows
         keys = self._keys.fresh(blocks)
-        time.sleep(self._random.uniform(0, source_step_s))
+        self._step(self._random.uniform(0, source_step_s))
         number = next(self._numbers)
         context = hinted_request(f"request-{number}", self._endpoint, keys)
         self._tier.on_new_request(context)
@@ -122,12 +122,17 @@ class Sink:
             expected = [chunk_of(key, len(rows)) % 251 + 1 for key in keys]
             if rows[chunks, -1].tolist() != expected:
                 raise AssertionError("other bytes were pulled than the source has")
-        for _ in range(_AFTERWARDS_STEPS):
-            list(self._tier.get_finished_jobs())
-            self._tier.on_schedule_end(_NOTHING)
-            time.sleep(_POLL_S)
+        self._step(_AFTERWARDS_S)
         return ("pulled" if results[0].success else "failed"), seconds
 
     def close(self) -> None:
         self._tier.shutdown()
         self._view.release()
+
+    def _step(self, seconds: float) -> None:
+        """What an engine does meanwhile."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            list(self._tier.get_finished_jobs())
+            self._tier.on_schedule_end(_NOTHING)
+            time.sleep(_POLL_S)

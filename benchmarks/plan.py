@@ -17,13 +17,13 @@ class Plan:
     # Real engines take most of a minute to start.
     engines: bool = True
 
-    control_repetitions: int = 60
+    control_repetitions: int = 50
     job_sizes: tuple[int, ...] = (256, 1)
     outstanding: tuple[int, ...] = (10, 100, 1_000, 10_000)
     flat_repetitions: int = 7
     burst_repetitions: int = 3
 
-    pulls: int = 20
+    pulls: int = 16
     # At a source that steps every 900 ms; each takes up to a second.
     slow_pulls: int = 5
     landing_blocks: int = 16
@@ -31,12 +31,23 @@ class Plan:
 
     blocks: int = 256
     block_bytes: int = MIB
-    passes: int = 9
+    # Each start places a process's memory anew, which moves its speed by some percent.
+    starts: int = 3
+    passes: int = 7
     first_passes: int = 4
     disk_passes: int = 3
     sweep_passes: int = 5
-    sweep_operation_mib: tuple[int, ...] = (1, 4, 16, 64, 256)
-    sweep_inflight_mib: tuple[int, ...] = (32, 512)
+    # Bounds of one operation and of all of them; the others are multiples of the first.
+    sweep_mib: tuple[tuple[int, int], ...] = (
+        (32, 64),
+        (1, 64),
+        (4, 64),
+        (16, 64),
+        (64, 64),
+        (16, 32),
+        (32, 128),
+        (256, 256),
+    )
 
     size_bytes: tuple[int, ...] = (64 << 10, 256 << 10, MIB, 4 * MIB)
     batches: tuple[int, ...] = (1, 8, 64)
@@ -55,6 +66,7 @@ QUICK = Plan(
     landing_pulls=0,
     blocks=32,
     block_bytes=256 << 10,
+    starts=1,
     passes=3,
     first_passes=1,
     disk_passes=0,

@@ -23,7 +23,7 @@ _SHOWN = 0.0005
 
 _NO_PEERS = "no peers"
 _PEERS = "serving peers"
-_POLLED = "serving peers, with vLLM's poll thread (0.33)"
+_POLLED = "polled by a thread"
 _NO_TIER = "no tier"
 
 
@@ -33,6 +33,7 @@ def idle_tiers(plan: Plan, folder: Path, log: Path, tell: Tell) -> Section:
     slots = {"secondary_g2_slots": IDLE_ROWS}
     members: dict[str, tuple[str, str, dict[str, Any] | None]] = {
         "ours": (OURS, _NO_PEERS, ours(**slots)),
+        "bare polled": (_NO_TIER, _POLLED, None),
         "ours polled": (OURS, _POLLED, ours(**slots, **peering(ports[0]))),
         "ours peers": (OURS, _PEERS, ours(**slots, **peering(ports[1]))),
         "shipped": (SHIPPED, _PEERS, shipped(ports[2], **slots)),
@@ -42,6 +43,7 @@ def idle_tiers(plan: Plan, folder: Path, log: Path, tell: Tell) -> Section:
     if SHIPPED not in adapters():
         del members["shipped"]
     rows = []
+    base = 0.0
     with Fleet(log) as fleet:
         for name, (who, _, options) in members.items():
             fleet.start(name, "benchmarks.idle:IdleTier", options, ours=who != SHIPPED)
@@ -51,9 +53,12 @@ def idle_tiers(plan: Plan, folder: Path, log: Path, tell: Tell) -> Section:
             loads, steps = fleet.call_alone(
                 name, "measure", plan.idle_seconds, how == _POLLED
             )
+            if who == _NO_TIER:
+                base = _own(loads)
             limited = who == OURS and how != _PEERS
-            rate = steps / plan.idle_seconds
-            rows.append(_row(who, how, loads, limited, f"{rate:,.0f} steps/s"))
+            rate = f"{steps / plan.idle_seconds:,.0f} steps/s"
+            polled = base if how == _POLLED else 0.0
+            rows.append(_row(who, how, loads, limited, rate, polled))
     return Section(
         "Idle: a process with one tier that has nothing to do",
         rows,
@@ -61,7 +66,10 @@ def idle_tiers(plan: Plan, folder: Path, log: Path, tell: Tell) -> Section:
             "The process steps while the tier says that it has pending work, as vLLM's "
             "engine core does, and sleeps otherwise. Before vLLM 0.33 nothing wakes a "
             "sleeping engine for a peer, so that there an engine that serves peers has "
-            "to step.",
+            "to step. From 0.33 on a thread of vLLM's manager polls instead, here "
+            "every millisecond; what a thread costs that polls nothing is not the "
+            "tier's. NIXL's own progress thread never sleeps: each process with a KVCR "
+            "has one, whatever uses that KVCR.",
         ),
     )
 
@@ -89,9 +97,8 @@ def idle_engines(plan: Plan, folder: Path, log: Path, tell: Tell) -> Section:
             tell(f"idle cost of an engine, {who}")
             loads = engine.measure(plan.idle_seconds)
             stack.close()
-            own = sum(load.share for load in loads if not load.is_backend)
             if name == "none":
-                base = own
+                base = _own(loads)
             row = _row(who, "", loads, name == "ours", "", base)
             rows.append(row)
     return Section(
@@ -109,7 +116,7 @@ def _row(
     more: str = "",
     base: float = 0.0,
 ) -> Row:
-    own = sum(load.share for load in loads if not load.is_backend)
+    own = _own(loads)
     backend = sum(load.share for load in loads if load.is_backend)
     threads: dict[str, float] = {}
     for load in loads:
@@ -127,3 +134,8 @@ def _row(
         target=f"< {_TARGET * 100:.0f} %" if limited else "",
         met=own - base < _TARGET if limited else None,
     )
+
+
+def _own(loads: Sequence[ThreadLoad]) -> float:
+    """What is neither KVCR's nor NIXL's."""
+    return sum(load.share for load in loads if not load.is_backend)
