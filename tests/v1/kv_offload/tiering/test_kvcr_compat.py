@@ -71,7 +71,7 @@ SHIMS = [
     Shim("_HAS_CONFIG_INFO", "vllm", "0.32", is_on("_HAS_CONFIG_INFO")),
 ]
 # Not for a release: for what no release of kvcr offers yet.
-UNTIL_OFFERED = {"is_quiescent"}
+UNTIL_OFFERED = {"is_quiescent", "service_pool_bytes"}
 
 
 def outdates(version: str, served: str) -> bool:
@@ -108,8 +108,14 @@ def test_a_shim_is_in_use_where_it_says_that_it_is(shim: Shim) -> None:
     assert shim.native() is outdates(installed, shim.served)
 
 
-def test_kvcr_has_no_public_way_to_ask_for_quiescence_yet() -> None:
-    assert not [name for name in dir(kvcr.KVCR) if "quiescent" in name.strip("_")]
+@pytest.mark.parametrize("asked", ["quiescent", "pool"])
+def test_kvcr_has_no_public_way_to_ask_yet(asked: str) -> None:
+    public = [name for name in dir(kvcr.KVCR) if not name.startswith("_")]
+    assert not [name for name in public if asked in name]
+
+
+def test_a_kvcr_without_a_service_tells_no_pool() -> None:
+    assert compat.service_pool_bytes(StandinRig().kvcr) is None
 
 
 def test_every_shim_in_compat_is_listed_here() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.v1.kv_offload.tiering.contract import (
@@ -24,6 +25,7 @@ from tests.v1.kv_offload.tiering.kvcr_rig import (
     keys,
     wait_until,
 )
+from tests.v1.kv_offload.tiering.kvcr_service import Service
 from tests.v1.kv_offload.tiering.kvcr_standin import KeepingStandin, RecordingParent
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
@@ -150,6 +152,51 @@ class TestPeersAndPool(TierContract, RealPeers):
             **PATIENT,
             **options,
         )
+
+
+class TestService(TierContract, RealPeers):
+    """The pool of the KVCR service, which has a process of its own, and peers."""
+
+    _services: list[Service]
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def services(cls) -> Iterator[None]:
+        cls._services = []
+        yield
+        for service in cls._services:
+            service.close()
+
+    @classmethod
+    def make(cls, disk: Path, **options: Any) -> Rig:
+        service = Service(disk, slots=cls.pool_slots)
+        cls._services.append(service)
+        return cls.use(service, **options)
+
+    @classmethod
+    def use(cls, service: Service, **options: Any) -> Rig:
+        return Rig(
+            rows=cls.rows,
+            control_ports=[service.port],
+            **service.options(),
+            **PEER,
+            **PATIENT,
+            **options,
+        )
+
+    def test_the_next_engine_finds_what_the_last_one_stored(self, rigs: Any) -> None:
+        first = rigs()
+        stored = self.fresh(4)
+        written = first.fill(range(4))
+        assert first.result_of(first.store(stored, range(4))).success
+        close(first)
+        second = self.use(self._services[-1])
+        try:
+            assert second.hits(stored) == stored
+            assert second.result_of(second.load(stored, range(8, 12))).success
+            assert np.array_equal(second.memory[8:12], written)
+        finally:
+            close(second)
 
 
 class TestPeersOnly(RealPeers):

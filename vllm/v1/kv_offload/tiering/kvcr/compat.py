@@ -178,6 +178,18 @@ def is_quiescent(kvcr_instance: "KVCR") -> bool:
         return False
 
 
+def service_pool_bytes(kvcr_instance: "KVCR") -> int | None:
+    """Size of the pool that the KVCR service granted, where it can be told.
+
+    No release has a public way to ask. Can go once one has.
+    """
+    hold = getattr(kvcr_instance, "_pool_hold", None)
+    try:
+        return sum(pool.size_bytes for pool in hold._pools)  # type: ignore[union-attr]
+    except Exception:
+        return None
+
+
 def native_alive_after(error: BaseException) -> bool:
     """Whether a failed start of KVCR left native code that may touch the buffers.
 

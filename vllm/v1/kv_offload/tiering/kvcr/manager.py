@@ -203,7 +203,13 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             )
         except BaseException as error:
             self._undo_start(error, channel)
+            refused = topology.service_refused(guard, error)
+            if refused is not None:
+                raise refused from error
             raise
+
+        if guard is not None:
+            slots = (compat.service_pool_bytes(self._kvcr) or 0) // primary.row_bytes
 
         logger.info("kvcr tier: %s", compat.describe_start())
         peers = Peers()

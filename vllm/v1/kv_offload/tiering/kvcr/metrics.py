@@ -90,7 +90,7 @@ class Lost(Enum):
     STORE_FAILED = (
         "store_failed",
         "blocks could not be stored in operation_timeout_ms or found no room; raise "
-        "secondary_g2_slots, or the g3 files' speed or size",
+        "secondary_g2_slots, the service's pool, or the g3 files' speed or size",
     )
     DROPPED = ("dropped", "the placement policy declined blocks")
     NOT_PINNED = (

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from mmap import PAGESIZE
 from typing import Any
 
+from kvcr import KVCRServiceError
 from kvcr.config import (
     G3Options,
     KVCRBackendConfigs,
@@ -113,7 +114,7 @@ def limits_of(config: TierConfig, primary: Primary, slots: int) -> Limits:
     """The bounds on what is under way, in blocks of this primary tier."""
     operation = max(1, config.max_operation_bytes // primary.row_bytes)
     window = max(operation, config.max_inflight_bytes // primary.row_bytes)
-    # A service's pool has a size that is not known here; it is assumed to be large.
+    # A service's pool whose size is not known is assumed to be large.
     pool = slots or 4 * window
     # Slots in use cannot be evicted. Together the shares are the pool at most, so
     # that whatever is started finds a slot.
@@ -192,6 +193,26 @@ def guard_config(
         kvcr_service_socket_path=config.kvcr_service_socket_path,
         guard_index=local_rank or 0,
         compatibility_digest=digest,
+    )
+
+
+def service_refused(
+    guard: KVCRGuardConfig | None, error: BaseException
+) -> RuntimeError | None:
+    """What an operator reads when the service does not give its pool.
+
+    Args:
+        error: Why KVCR did not start; other reasons than the service give ``None``.
+    """
+    if guard is None or not isinstance(error, KVCRServiceError):
+        return None
+    return RuntimeError(
+        f"kvcr tier: no pool from the KVCR service: {error}. Asked was "
+        f"kvcr_service_socket_path = {guard.kvcr_service_socket_path!r} for guard "
+        f"{guard.guard_index} with compatibility_digest = "
+        f"{guard.compatibility_digest!r}: a service has to listen there, with more "
+        "guards (--guard-count) than this index and the same --compatibility-digest, "
+        "and no other engine may hold that guard"
     )
 
 

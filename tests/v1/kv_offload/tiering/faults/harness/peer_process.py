@@ -38,6 +38,13 @@ class Commands:
         """Have blocks in the primary tier."""
         self._engine.hold(keys, first_chunk)
 
+    def store(self, keys: list[OffloadKey], first_chunk: int = 0) -> bool:
+        """Cascade blocks to the tier; whether all were stored."""
+        engine = self._engine
+        job = engine.store(keys, range(first_chunk, first_chunk + len(keys)))
+        engine.finish(job)
+        return job.result is not None and job.result.success
+
     def pull(
         self, port: int, keys: list[OffloadKey], request_id: str = "pull"
     ) -> dict[str, Any]:
