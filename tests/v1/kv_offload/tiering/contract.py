@@ -85,7 +85,7 @@ class Contract(ABC):
 
         yield make
         for rig in made:
-            close(rig)
+            rig.close()
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -93,7 +93,7 @@ class Contract(ABC):
         """The tier that most tests of a class share."""
         rig = cls.make(Path(tempfile.mkdtemp(dir=disk)))
         yield rig
-        close(rig)
+        rig.close()
 
     @classmethod
     def fresh(cls, count: int) -> list[OffloadKey]:
@@ -101,13 +101,8 @@ class Contract(ABC):
         return keys(count, first=next(cls._numbers))
 
 
-def close(rig: Rig) -> None:
-    rig.tier.shutdown()
-    rig.view.release()  # raises if something still refers to it
-
-
-class TierContract(Contract):
-    """For tiers that store."""
+class BlockContract(Contract):
+    """For tiers that store: what one tier can be asked, with its defaults."""
 
     # --- bytes -------------------------------------------------------------------
 
@@ -192,16 +187,6 @@ class TierContract(Contract):
                 loaded += 1
         assert loaded >= len(left) // 2
 
-    def test_a_job_of_many_parts_is_one_job(self, rigs: Any) -> None:
-        rig = rigs(max_operation_bytes=2 * ROW_BYTES, max_inflight_bytes=4 * ROW_BYTES)
-        wanted = self.fresh(max(self.pool_slots, self.capacity // 2))
-        rows = range(len(wanted))
-        stored = rig.fill(rows)
-        assert rig.result_of(rig.store(wanted, rows)).success
-        rig.memory[:] = 0
-        assert rig.result_of(rig.load(wanted, rows)).success
-        assert np.array_equal(rig.memory[list(rows)], stored)
-
     def test_a_job_larger_than_the_pool_is_stored_and_loaded_in_parts(
         self, rig: Rig
     ) -> None:
@@ -228,6 +213,43 @@ class TierContract(Contract):
         for job in jobs:
             assert rig.result_of(job).success
         assert np.array_equal(rig.memory[10 : 10 + half], stored)
+
+    # --- the end -----------------------------------------------------------------
+
+    def test_after_a_drain_nothing_is_under_way(self, rig: Rig) -> None:
+        idle = rig.tier.has_pending_work()
+        wanted = self.fresh(8)
+        rig.fill(range(8))
+        jobs = [rig.store([each], [row]) for row, each in enumerate(wanted)]
+        jobs.append(rig.load(wanted[:1], [20]))
+        rig.tier.drain_jobs()
+        before = rig.fill(range(self.rows), seed=4)
+        rig.poll()
+        assert set(jobs) <= rig.finished.keys()
+        assert rig.tier.has_pending_work() == idle
+        assert np.array_equal(rig.memory, before)
+
+    def test_an_idle_tier_has_nothing_to_do(self, rig: Rig) -> None:
+        rig.tier.drain_jobs()
+        assert rig.poll() == []
+        assert list(rig.tier.take_events()) == []
+        rig.tier.on_schedule_end(STEP)
+        rig.tier.touch(self.fresh(2), ReqContext("r"))
+        assert rig.tier.get_stats() is None
+
+
+class TierContract(BlockContract):
+    """The same, and what takes a tier of its own."""
+
+    def test_a_job_of_many_parts_is_one_job(self, rigs: Any) -> None:
+        rig = rigs(max_operation_bytes=2 * ROW_BYTES, max_inflight_bytes=4 * ROW_BYTES)
+        wanted = self.fresh(max(self.pool_slots, self.capacity // 2))
+        rows = range(len(wanted))
+        stored = rig.fill(rows)
+        assert rig.result_of(rig.store(wanted, rows)).success
+        rig.memory[:] = 0
+        assert rig.result_of(rig.load(wanted, rows)).success
+        assert np.array_equal(rig.memory[list(rows)], stored)
 
     # --- policy ------------------------------------------------------------------
 
@@ -270,19 +292,6 @@ class TierContract(Contract):
 
     # --- the end -----------------------------------------------------------------
 
-    def test_after_a_drain_nothing_is_under_way(self, rig: Rig) -> None:
-        idle = rig.tier.has_pending_work()
-        wanted = self.fresh(8)
-        rig.fill(range(8))
-        jobs = [rig.store([each], [row]) for row, each in enumerate(wanted)]
-        jobs.append(rig.load(wanted[:1], [20]))
-        rig.tier.drain_jobs()
-        before = rig.fill(range(self.rows), seed=4)
-        rig.poll()
-        assert set(jobs) <= rig.finished.keys()
-        assert rig.tier.has_pending_work() == idle
-        assert np.array_equal(rig.memory, before)
-
     def test_a_shutdown_finishes_what_is_under_way(
         self, rigs: Any, retained: list[Any]
     ) -> None:
@@ -294,14 +303,6 @@ class TierContract(Contract):
         rig.poll()
         assert sorted(rig.finished) == rig.given
         assert retained == []
-
-    def test_an_idle_tier_has_nothing_to_do(self, rig: Rig) -> None:
-        rig.tier.drain_jobs()
-        assert rig.poll() == []
-        assert list(rig.tier.take_events()) == []
-        rig.tier.on_schedule_end(STEP)
-        rig.tier.touch(self.fresh(2), ReqContext("r"))
-        assert rig.tier.get_stats() is None
 
 
 class PullContract(Contract):

@@ -158,6 +158,11 @@ class Rig:
         wait_until(done, f"job {job_id}")
         return self.finished[job_id]
 
+    def close(self) -> None:
+        """Shut the tier down; raises if something still refers to the memory."""
+        self.tier.shutdown()
+        self.view.release()
+
     def losses(self) -> dict[str, int]:
         """Lost blocks by reason, since the last report; needs telemetry."""
         return _by_label(samples(self.tier.get_stats()).get(LOST_BLOCKS, {}))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.v1.kv_offload.tiering.contract import (
+    BlockContract,
     PullContract,
     TierContract,
-    close,
 )
 from tests.v1.kv_offload.tiering.kvcr_rig import (
     LOCALHOST,
@@ -26,7 +26,10 @@ from tests.v1.kv_offload.tiering.kvcr_rig import (
     wait_until,
 )
 from tests.v1.kv_offload.tiering.kvcr_service import Service
-from tests.v1.kv_offload.tiering.kvcr_standin import KeepingStandin, RecordingParent
+from tests.v1.kv_offload.tiering.kvcr_standin import (
+    KeepingStandin,
+    RecordingParent,
+)
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 # Not to be mistaken for a dead KVCR where other work takes the processors.
@@ -111,7 +114,7 @@ class RealPeers(PullContract):
             **PATIENT,
         )
         yield
-        close(cls.sink)
+        cls.sink.close()
 
     def pull(
         self, source: Rig, parent: RecordingParent, wanted: Sequence[OffloadKey]
@@ -154,29 +157,12 @@ class TestPeersAndPool(TierContract, RealPeers):
         )
 
 
-class TestService(TierContract, RealPeers):
-    """The pool of the KVCR service, which has a process of its own, and peers."""
+class ServedRig(Rig):
+    """A tier with a KVCR service of its own."""
 
-    _services: list[Service]
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def services(cls) -> Iterator[None]:
-        cls._services = []
-        yield
-        for service in cls._services:
-            service.close()
-
-    @classmethod
-    def make(cls, disk: Path, **options: Any) -> Rig:
-        service = Service(disk, slots=cls.pool_slots)
-        cls._services.append(service)
-        return cls.use(service, **options)
-
-    @classmethod
-    def use(cls, service: Service, **options: Any) -> Rig:
-        return Rig(
-            rows=cls.rows,
+    def __init__(self, service: Service, **options: Any) -> None:
+        self.service = service
+        super().__init__(
             control_ports=[service.port],
             **service.options(),
             **PEER,
@@ -184,19 +170,39 @@ class TestService(TierContract, RealPeers):
             **options,
         )
 
+    def close(self) -> None:
+        super().close()
+        # At once: between two engines it serves peers, which takes a processor.
+        self.service.close()
+
+
+class TestService(BlockContract, RealPeers):
+    """The pool of the KVCR service, which has a process of its own, and peers."""
+
+    @classmethod
+    def make(cls, disk: Path, **options: Any) -> ServedRig:
+        service = Service(disk, slots=cls.pool_slots)
+        try:
+            return ServedRig(service, rows=cls.rows, **options)
+        except BaseException:
+            service.close()
+            raise
+
     def test_the_next_engine_finds_what_the_last_one_stored(self, rigs: Any) -> None:
         first = rigs()
         stored = self.fresh(4)
         written = first.fill(range(4))
-        assert first.result_of(first.store(stored, range(4))).success
-        close(first)
-        second = self.use(self._services[-1])
+        job = first.store(stored, range(4))
+        # Under way still: a shutdown finishes it.
+        first.tier.shutdown()
+        assert first.result_of(job).success
+        second = ServedRig(first.service, rows=self.rows)
         try:
             assert second.hits(stored) == stored
             assert second.result_of(second.load(stored, range(8, 12))).success
             assert np.array_equal(second.memory[8:12], written)
         finally:
-            close(second)
+            second.close()
 
 
 class TestPeersOnly(RealPeers):
