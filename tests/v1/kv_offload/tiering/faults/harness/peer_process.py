@@ -8,14 +8,18 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vllm_kvcr.plugin import register
+try:
+    from vllm_kvcr.plugin import register
+except ModuleNotFoundError as error:  # copied into vLLM's tree, it needs no plugin
+    if error.name is None or not error.name.startswith("vllm_kvcr"):
+        raise
+else:
+    register()
 
-register()
-
-from tests.v1.kv_offload.tiering.faults.harness.child import obey  # noqa: E402
-from tests.v1.kv_offload.tiering.faults.harness.engine import Engine  # noqa: E402
-from tests.v1.kv_offload.tiering.faults.harness.specs import make_hint  # noqa: E402
-from vllm.v1.kv_offload.base import OffloadKey  # noqa: E402
+from tests.v1.kv_offload.tiering.faults.harness.child import obey
+from tests.v1.kv_offload.tiering.faults.harness.engine import Engine
+from tests.v1.kv_offload.tiering.faults.harness.specs import make_hint
+from vllm.v1.kv_offload.base import OffloadKey
 
 
 class _Lines(logging.Handler):
