@@ -155,16 +155,30 @@ def _run_all(
 ) -> list[Outcome]:
     """Run the tests of every pair, some at a time; most of their time is waiting."""
     stop = threading.Event()
+    # Those with an engine take longest; started last, one would run alone.
+    waiting = sorted(
+        zip(options.pairs, pythons, strict=True),
+        key=lambda waits: not _runs_engine(waits[0], options),
+    )
     with ThreadPoolExecutor(options.jobs) as pool:
-        runs = [
-            pool.submit(_run, environments, pair, python, options, stop)
-            for pair, python in zip(options.pairs, pythons, strict=True)
-        ]
+        runs = {
+            pair: pool.submit(_run, environments, pair, python, options, stop)
+            for pair, python in waiting
+        }
         try:
-            return [run.result() for run in runs]
+            return [runs[pair].result() for pair in options.pairs]
         except BaseException:
             stop.set()
             raise
+
+
+def _runs_engine(pair: Pair, options: argparse.Namespace) -> bool:
+    return (
+        pair.vllm.has_engine
+        and not pair.in_tree
+        and not options.adapter_level
+        and (pair.brings_engine or options.all_engines)
+    )
 
 
 def _run(
@@ -175,12 +189,7 @@ def _run(
     stop: threading.Event,
 ) -> Outcome:
     """Run the tests of one pair, and say on one line what came of it."""
-    with_engine = (
-        pair.vllm.has_engine
-        and not pair.in_tree
-        and not options.adapter_level
-        and (pair.brings_engine or options.all_engines)
-    )
+    with_engine = _runs_engine(pair, options)
     name = pair.name.replace(":", "-")
     junit = environments.folder / f"{name}.xml"
     log = environments.folder / f"{name}.log"

@@ -118,12 +118,12 @@ class KvcrStandin:
 
     def poll_completed(self) -> Iterable[tuple[int, dict[bytes, OpEntryResult]]]:
         self._called("poll_completed")
-        for keys in self._taken("_wanted"):
+        for keys in self._taken(self._wanted):
             self.bindings.request_pin(keys)
         self.pin_answers.update(self.bindings.poll_pin_results())
-        for handle in self._taken("_unpinned"):
+        for handle in self._taken(self._unpinned):
             self.releases.append((handle, self.bindings.release_pin(handle)))
-        return self._taken("_pieces")
+        return self._taken(self._pieces)
 
     def get_stats(self) -> Any:
         self._called("get_stats")
@@ -181,9 +181,12 @@ class KvcrStandin:
         self.operations[handle] = Operation(handle, kind, dict(blocks), request_id)
         return handle
 
-    def _taken(self, name: str) -> list[Any]:
-        taken = getattr(self, name)
-        setattr(self, name, [])
+    @staticmethod
+    def _taken(queue: list[Any]) -> list[Any]:
+        # One by one: a test may append meanwhile, from a thread of its own.
+        taken = []
+        while queue:
+            taken.append(queue.pop(0))
         return taken
 
 
