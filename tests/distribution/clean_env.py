@@ -68,10 +68,12 @@ class CleanEnv:
     def uninstall(self) -> None:
         self._pip("uninstall", "--yes", "vllm-kvcr")
 
-    def run(self, code: str, **extra_environ: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, code: str, *arguments: str, **extra_environ: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run Python ``code`` there, away from the repository."""
         return subprocess.run(
-            [self.python, "-c", code],
+            [self.python, "-c", code, *arguments],
             capture_output=True,
             text=True,
             cwd=self.root,

@@ -88,6 +88,23 @@ def test_a_pair_is_chosen_by_name() -> None:
         matrix._pairs("0.30.0:0.1.0,0.9.0:1")
 
 
+def with_engine(*arguments: str) -> list[matrix.Pair]:
+    options = matrix._parser().parse_args(list(arguments))
+    return [pair for pair in matrix.PAIRS if matrix._runs_engine(pair, options)]
+
+
+def test_each_vllm_that_has_an_engine_runs_it_and_each_kvcr_serves_one() -> None:
+    pairs = with_engine()
+    assert [pair.vllm for pair in pairs] == [v for v in VLLMS if v.has_engine]
+    assert {pair.kvcr for pair in pairs} == set(KVCRS)
+
+
+def test_engines_can_be_asked_for_on_every_pair_or_on_none() -> None:
+    engines = sum(vllm.has_engine for vllm in VLLMS)
+    assert len(with_engine("--all-engines")) == engines * len(KVCRS)
+    assert with_engine("--adapter-level") == []
+
+
 def test_the_tier_calls_tested_what_the_matrix_tests() -> None:
     source = (ROOT / TIER_FOLDER / "environment.py").read_text()
     (tested,) = [

@@ -15,6 +15,7 @@ from tests.distribution.clean_env import (
     build_wheel,
 )
 
+HELPERS = REPOSITORY / "tests/vllm_kvcr"
 IN_WHEEL = "vllm_kvcr/_tiering/kvcr/"
 IN_VLLM = "vllm/v1/kv_offload/tiering/kvcr"
 
@@ -34,6 +35,23 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 tier = SecondaryTierFactory.get_tier_class({"type": "kvcr"})
 package = sys.modules["vllm.v1.kv_offload.tiering.kvcr"]
 print(json.dumps([package.__file__, inspect.getfile(tier), tier.__name__]))
+"""
+# The demo's smallest stage; its engine core writes down which adapter it made.
+_RUN_AN_ENGINE = """
+import sys
+from pathlib import Path
+from vllm_kvcr.demo_plan import Stage, Workload
+from vllm_kvcr.demo_process import run_stage
+report, helpers = sys.argv[1:]
+result = run_stage(
+    Workload(prompts=2, chunks_per_prompt=2),
+    Stage("pool", pool_chunks=8),
+    Path("engine.log"),
+    seconds=150,
+    spec=("ReportingSpec", "reporting_spec"),
+    environment={"VLLM_KVCR_TEST_REPORT": report, "PYTHONPATH": helpers},
+)
+assert result.served.cached_tokens > 0
 """
 
 
@@ -102,6 +120,19 @@ def test_wheel_installed_and_uninstalled(wheel, tmp_path):
     env.uninstall()
     assert _files(env.site_packages) == files_before
     assert _answer(env, _WHERE_IS_THE_PACKAGE) == package_before
+
+
+def test_an_engine_core_runs_the_adapter_of_the_wheel(wheel, tmp_path):
+    env = CleanEnv.create(tmp_path / "env")
+    env.install(wheel)
+    report = tmp_path / "report.json"
+
+    done = env.run(_RUN_AN_ENGINE, str(report), str(HELPERS))
+
+    assert done.returncode == 0, done.stderr
+    made = json.loads(report.read_text())
+    assert made["process"].startswith("EngineCore")
+    assert made["file"] == str(env.site_packages / IN_WHEEL / "manager.py")
 
 
 def test_editable_install(tmp_path):
