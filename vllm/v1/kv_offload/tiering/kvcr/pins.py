@@ -160,18 +160,19 @@ class Pins:
         budget = MAX_KEYS_PER_SERVE
         again = min(len(self._waiting), MAX_RETRIES_PER_SERVE)
         while self._asked and budget > 0:
-            budget -= self._serve_next(parent, self._asked)
+            request_id, keys = self._asked.popitem(last=False)
+            budget -= len(keys)
+            if not self._answer(parent, request_id, keys):
+                self._waiting[request_id] = keys
         while again and budget > 0:
             again -= 1
-            budget -= self._serve_next(parent, self._waiting)
+            request_id, keys = next(iter(self._waiting.items()))
+            budget -= len(keys)
+            if self._answer(parent, request_id, keys):
+                del self._waiting[request_id]
+            else:
+                self._waiting.move_to_end(request_id)
         return bool(self._answers)
-
-    def _serve_next(self, parent: ParentManager, queue: _Requests) -> int:
-        """Answer the oldest of a queue, or have it wait; how many keys it has."""
-        request_id, keys = queue.popitem(last=False)
-        if not self._answer(parent, request_id, keys):
-            self._waiting[request_id] = keys
-        return len(keys)
 
     def abandon(self) -> None:
         """KVCR is gone: nobody waits for an answer any more."""
