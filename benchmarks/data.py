@@ -33,14 +33,20 @@ class DataPlane:
         self._close_mover()
         return seconds
 
-    def there_and_back(self, blocks: int) -> tuple[float, float]:
-        """Seconds for storing ``blocks`` rows in one job, and for loading them."""
-        stored, keys = self._store(blocks)
+    def there_and_back(
+        self, blocks: int, step_s: float = _PAUSE_S
+    ) -> tuple[float, float]:
+        """Seconds for storing ``blocks`` rows in one job, and for loading them.
+
+        Args:
+            step_s: Between two polls.
+        """
+        stored, keys = self._store(blocks, step_s)
         rows = self._primary.rows[:blocks]
         expected = rows[:, 0].copy()
         rows[:, 0] = 0
         job = self._open().prepare(keys, range(blocks), True)
-        loaded = _run(self._open(), job)
+        loaded = _run(self._open(), job, step_s)
         if not (rows[:, 0] == expected).all():
             raise AssertionError("other bytes came back than were stored")
         self._remove_files()
@@ -72,10 +78,10 @@ class DataPlane:
     def close(self) -> None:
         self._close_mover()
 
-    def _store(self, blocks: int) -> tuple[float, list[Any]]:
+    def _store(self, blocks: int, step_s: float = _PAUSE_S) -> tuple[float, list[Any]]:
         mover = self._open()
         keys = self._keys.fresh(blocks)
-        return _run(mover, mover.prepare(keys, range(blocks), False)), keys
+        return _run(mover, mover.prepare(keys, range(blocks), False), step_s), keys
 
     def _open(self) -> Mover:
         if self._mover is None:
@@ -97,11 +103,11 @@ class DataPlane:
                     file.unlink()
 
 
-def _run(mover: Mover, job: Any) -> float:
+def _run(mover: Mover, job: Any, step_s: float = _PAUSE_S) -> float:
     started = time.perf_counter()
     mover.submit(job)
     while not mover.poll():
-        time.sleep(_PAUSE_S)
+        time.sleep(step_s)
         if time.perf_counter() > started + _DEADLINE_S:
             raise TimeoutError("a job did not end")
     return time.perf_counter() - started

@@ -11,7 +11,7 @@ import gc
 import importlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -90,8 +90,29 @@ class Flatness:
         manager.ZmqPeerControlChannel = NoChannel
         self._primary = Primary(ROWS, ROW_BYTES)
 
-    def measure(self, kind: str, outstanding: int, repetitions: int) -> list[float]:
-        """Seconds of this thread for one more of ``kind`` than ``outstanding``."""
+    def measure(
+        self, kind: str, outstanding: Sequence[int], repetitions: int
+    ) -> list[list[float]]:
+        """Seconds of this thread for one more of ``kind``, for each ``outstanding``.
+
+        Measured in turns: a processor changes its speed within seconds.
+        """
+        cycles = [self._cycle(kind, count) for count in outstanding]
+        gc.collect()
+        gc.freeze()
+        samples: list[list[float]] = [[] for _ in outstanding]
+        for repetition in range(repetitions):
+            first = _FIRST_OWN_KEY + repetition * _CYCLES
+            for cycle, found in zip(cycles, samples, strict=True):
+                started = time.thread_time()
+                for number in range(first, first + _CYCLES):
+                    cycle(number)
+                found.append((time.thread_time() - started) / _CYCLES)
+        gc.unfreeze()
+        return samples
+
+    def _cycle(self, kind: str, outstanding: int) -> Callable[[int], None]:
+        """A new tier with so much outstanding, and what to do with it."""
         tier: Any = make_tier(
             self._primary.view,
             {
@@ -104,17 +125,7 @@ class Flatness:
         cycle: Callable[[int], None] = getattr(self, f"_{kind}")(
             tier, StillKvcr.made.pop(), outstanding
         )
-        gc.collect()
-        gc.freeze()
-        samples = []
-        for repetition in range(repetitions):
-            first = _FIRST_OWN_KEY + repetition * _CYCLES
-            started = time.thread_time()
-            for number in range(first, first + _CYCLES):
-                cycle(number)
-            samples.append((time.thread_time() - started) / _CYCLES)
-        gc.unfreeze()
-        return samples
+        return cycle
 
     def close(self) -> None:
         return

@@ -28,7 +28,7 @@ OURS_VARIABLE = "VLLM_KVCR_BENCHMARK_OURS"
 
 _READY = "ready"
 _START_S = 150.0
-_STOP_S = 20.0
+_STOP_S = 10.0
 _SETTLE_S = 2.0
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -94,10 +94,10 @@ class IdleEngine:
                 lines = self._log.read_text(errors="replace").splitlines()[-20:]
                 raise EngineFailed("\n".join(lines))
             time.sleep(0.1)
-        time.sleep(_SETTLE_S)
 
     def measure(self, seconds: float) -> list[threads.ThreadLoad]:
         """The load of each thread of all of the engine's processes."""
+        time.sleep(_SETTLE_S)
         report = json.loads(self._report.read_text())
         names = {int(thread): name for thread, name in report["names"].items()}
         whole = psutil.Process(self._process.pid)
@@ -120,10 +120,14 @@ class IdleEngine:
             )
         return sorted(found, key=lambda load: -load.share)
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Have it end, without waiting for that."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+
+    def close(self) -> None:
         try:
+            self.end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOP_S)
         finally:

@@ -17,10 +17,11 @@ class Plan:
     # Real engines take most of a minute to start.
     engines: bool = True
 
+    lookup_repetitions: int = 400
     control_repetitions: int = 50
     job_sizes: tuple[int, ...] = (256, 1)
     outstanding: tuple[int, ...] = (10, 100, 1_000, 10_000)
-    flat_repetitions: int = 7
+    flat_repetitions: int = 21
     burst_repetitions: int = 3
 
     pulls: int = 16
@@ -32,20 +33,18 @@ class Plan:
     blocks: int = 256
     block_bytes: int = MIB
     # Each start places a process's memory anew, which moves its speed by some percent.
-    starts: int = 3
-    passes: int = 7
+    starts: int = 2
+    passes: int = 9
     first_passes: int = 4
     disk_passes: int = 3
     sweep_passes: int = 5
     # Bounds of one operation and of all of them; the others are multiples of the first.
     sweep_mib: tuple[tuple[int, int], ...] = (
-        (32, 64),
-        (1, 64),
-        (4, 64),
+        (16, 128),
+        (4, 128),
+        (64, 128),
         (16, 64),
-        (64, 64),
         (16, 32),
-        (32, 128),
         (256, 256),
     )
 
@@ -57,6 +56,7 @@ class Plan:
 QUICK = Plan(
     idle_seconds=1.0,
     engines=False,
+    lookup_repetitions=40,
     control_repetitions=10,
     outstanding=(10, 10_000),
     flat_repetitions=5,

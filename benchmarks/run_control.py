@@ -50,13 +50,16 @@ def control(plan: Plan, log: Path, tell: Tell) -> Section:
             tell(f"control plane, {name}")
             measured = {"lookup": fleet.call_alone(name, "lookups", 2)}
             measured["lookup"] = fleet.call_alone(
-                name, "lookups", plan.control_repetitions
+                name, "lookups", plan.lookup_repetitions
             )
             for blocks in plan.job_sizes:
                 for load in (False, True):
                     label = f"{'load' if load else 'store'} {blocks}"
+                    repetitions = plan.control_repetitions
+                    if blocks == 1:
+                        repetitions *= 4
                     measured[label] = fleet.call_alone(
-                        name, "jobs", blocks, load, plan.control_repetitions
+                        name, "jobs", blocks, load, repetitions
                     )
             for label, kinds in measured.items():
                 for kind, samples in kinds.items():
@@ -119,12 +122,11 @@ def flatness(plan: Plan, log: Path, tell: Tell) -> Section:
         fleet.ready()
         for kind, what in FLAT.items():
             tell(f"flatness, {what}")
-            samples = {
-                f"{count:,}:": fleet[OURS].call(
-                    "measure", kind, count, plan.flat_repetitions
-                )
-                for count in plan.outstanding
-            }
+            found = fleet[OURS].call(
+                "measure", kind, plan.outstanding, plan.flat_repetitions
+            )
+            names = [f"{count:,}:" for count in plan.outstanding]
+            samples = dict(zip(names, found, strict=True))
             samples[OURS] = samples.pop(f"{most:,}:")
             row = compare(
                 what, samples, f"{least:,}:", MICROSECONDS, at_most=_ABOUT_FLAT

@@ -96,11 +96,11 @@ def idle_engines(plan: Plan, folder: Path, log: Path, tell: Tell) -> Section:
             engine.wait_until_idle()
             tell(f"idle cost of an engine, {who}")
             loads = engine.measure(plan.idle_seconds)
-            stack.close()
+            # Gone long before the next one has started.
+            engine.end()
             if name == "none":
                 base = _own(loads)
-            row = _row(who, "", loads, name == "ours", "", base)
-            rows.append(row)
+            rows.append(_row(who, "", loads, name == "ours", "", base))
     return Section(
         "Idle: a real engine that has served a request and has nothing to do",
         rows,
