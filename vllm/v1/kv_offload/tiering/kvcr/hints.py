@@ -113,6 +113,11 @@ class Hints:
         hint = self.requests.get(request_id)
         return hint.endpoint if hint is not None else None
 
+    def peer_is_down(self, request_id: str) -> bool:
+        """Whether that peer is being left alone."""
+        endpoint = self.endpoint(request_id)
+        return endpoint is not None and self._peers.is_down(endpoint)
+
     def claim_pull(self, request_id: str) -> bool:
         """Count one more block pulled by a request, unless it may pull no more."""
         hint = self.requests.get(request_id)

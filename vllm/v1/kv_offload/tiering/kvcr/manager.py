@@ -85,6 +85,7 @@ logger = init_logger(__name__)
 _RETAINED_NATIVE_BUFFERS: list[Any] = []
 """What native code may still touch, kept mapped until the process ends."""
 
+_DECLINER = StoreDecliner()
 _POLL_INTERVAL_S = 0.001
 _WAIT_WARNING_S = 5.0
 _MAX_TOUCHED = 4096  # about 10 ms; a prefix is evicted from its end
@@ -158,15 +159,12 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._prefix = namespace.prefix
         self._health = Health()
         self._losses = Losses()
-        self._decliner = StoreDecliner()
         self._inventory = Inventory(codec, self.locality)
         self._pins = self._make_pins(codec, namespace, block_refs, agent)
         # Counted here and not in ``Losses``: a miss is as frequent as a lookup.
         self._missed = self._missed_hinted = 0
         self._resilience = Resilience(self._health, self._pins, config.serves_peers)
         self._shut_down = False
-        # How long a drain waits for a peer that may still read from the primary.
-        self._patience_s = config.abandon_timeout / 1000
         self._usable = True
         publishes = config.owns_inventory and events.enable_kv_cache_events
 
@@ -213,7 +211,6 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
         logger.info("kvcr tier: %s", compat.describe_start())
         peers = Peers()
-        self._peers = peers
         self._backoff = Backoff()
         endpoints = None
         if port is not None:
@@ -227,11 +224,11 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             self._fail,
         )
         self._hinted = self._hints.requests
-        self._sums: BlockSums | None = None
+        sums: BlockSums | None = None
         if config.g3 is not None and config.verify_blocks:
             known = 2 * (slots + topology.g3_slots(config, primary))
             rows = np.asarray(primary_kv_view)
-            self._sums = BlockSums(rows, known, strict=guard is None)
+            sums = BlockSums(rows, known, strict=guard is None)
         self._transfers = Transfers(
             self._kvcr,
             block_refs,
@@ -244,7 +241,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             self._fail,
             has_files=config.g3 is not None,
             peers_land_in_pool=config.remote_landing == "pool",
-            sums=self._sums,
+            sums=sums,
             block_bytes=primary.row_bytes if config.enable_telemetry else None,
         )
         self._resilience.transfers = self._transfers
@@ -262,21 +259,21 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         request_id = req_context.req_id
-        if self._backoff.active and self._backoff.blocks(key, request_id):
-            self._losses.add(Lost.BACKING_OFF)
-            return _LOOKUP_MISS
         try:
             status, tier = self._query((self._prefix + key,), request_id)[0]
         except Exception as error:
             self._fail(error)
             return _LOOKUP_MISS
-        if status is _HIT:
-            return _LOOKUP_HIT
         if status is _MISS:
             self._missed += 1
             if self._hinted and request_id in self._hinted:
                 self._missed_hinted += 1
             return _LOOKUP_MISS
+        if self._backoff.active and self._backoff.blocks(key, request_id):
+            self._losses.add(Lost.BACKING_OFF)
+            return _LOOKUP_MISS
+        if status is _HIT:
+            return _LOOKUP_HIT
         if tier is _REMOTE and status is _FETCHABLE:
             return self._look_up_remote(request_id)
         return LOOKUPS.get(status, _LOOKUP_MISS)
@@ -336,7 +333,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
     def bp_detector(self) -> Any | None:
         given = getattr(self, "_bp_detector", None)
         if given is None and not (self._usable and self._config.has_own_storage):
-            return self._decliner
+            return _DECLINER
         return given
 
     # --- peers -----------------------------------------------------------------------
@@ -397,8 +394,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._transfers.abandon()
         self._pins.abandon()
         free = self._closer.wait(_CLOSE_TIMEOUT_S)
-        if self._sums is not None:
-            self._sums.close()
+        self._transfers.close()
         if free:
             self._transfers.native_stopped()
             self._pins.native_stopped()
@@ -427,9 +423,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
     def _look_up_remote(self, request_id: str) -> LookupResult:
         """A hinted peer may have it; whether it is worth asking is said here."""
-        endpoint = self._hints.endpoint(request_id)
         landings = self._transfers.landings
-        if endpoint is not None and self._peers.is_down(endpoint):
+        if self._hints.peer_is_down(request_id):
             reason = Lost.PEER_DOWN
         elif landings is not None and landings.room <= 0:
             reason = Lost.LANDING_FULL
@@ -470,6 +465,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
     def _drain(self, give_up_after_s: float | None) -> bool:
         """Poll until nothing of ours touches the primary tier."""
         started = warned = time.monotonic()
+        # For a peer that may still read from the primary.
+        patience_s = self._config.abandon_timeout / 1000
         while True:
             self._poll()
             jobs, pins = self._transfers.outstanding, self._pins.outstanding
@@ -477,7 +474,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 return True
             now = time.monotonic()
             waited = now - started
-            if not jobs and self._pins.only_refused and waited > self._patience_s:
+            if not jobs and self._pins.only_refused and waited > patience_s:
                 count = self._pins.let_go_of_refused()
                 logger.warning(
                     "kvcr tier: gave %d pins back although a peer that hangs or died "

@@ -241,6 +241,11 @@ class Transfers:
         for job in list(self._jobs.values()):
             self._end_failed(job)
 
+    def close(self) -> None:
+        """Stop comparing checksums."""
+        if self._sums is not None:
+            self._sums.close()
+
     # --- parts of jobs ---------------------------------------------------------------
 
     def _submit(

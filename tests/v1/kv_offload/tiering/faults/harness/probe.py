@@ -75,7 +75,7 @@ class Probe:
             "pins": tier._pins,
             "hints": tier._hints,
             "backoff": tier._backoff,
-            "peers": tier._peers,
+            "peers": tier._hints._peers,
             "inventory": tier._inventory,
         }
         if landings is not None:
