@@ -29,7 +29,7 @@ OURS_VARIABLE = "VLLM_KVCR_BENCHMARK_OURS"
 _READY = "ready"
 _START_S = 150.0
 _STOP_S = 10.0
-_SETTLE_S = 2.0
+_SETTLE_S = 1.0
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     # Threads that spin for work would be measured too.

@@ -13,7 +13,7 @@ IDLE_ROW_BYTES = 64 << 10
 class Plan:
     """Sizes and repetitions; the defaults are the full run's."""
 
-    idle_seconds: float = 4.0
+    idle_seconds: float = 3.0
     # Real engines take most of a minute to start.
     engines: bool = True
 
@@ -34,10 +34,10 @@ class Plan:
     block_bytes: int = MIB
     # Each start places a process's memory anew, which moves its speed by some percent.
     starts: int = 2
-    passes: int = 9
-    first_passes: int = 4
+    passes: int = 7
+    first_passes: int = 3
     disk_passes: int = 3
-    sweep_passes: int = 5
+    sweep_passes: int = 4
     # Bounds of one operation and of all of them; the others are multiples of the first.
     sweep_mib: tuple[tuple[int, int], ...] = (
         (16, 128),
@@ -50,7 +50,7 @@ class Plan:
 
     size_bytes: tuple[int, ...] = (64 << 10, 256 << 10, MIB, 4 * MIB)
     batches: tuple[int, ...] = (1, 8, 64)
-    size_passes: int = 4
+    size_passes: int = 3
 
 
 QUICK = Plan(
