@@ -152,7 +152,7 @@ def test_a_peer_killed_in_the_middle(
     # vLLM's own shutdown went on to its end, whatever was kept: the primary tier, and
     # the pool where there is one.
     assert retained_by(engine) == (2 if landing == "pool" else 1)
-    assert engine.primary._mmap_region.mmap_obj is None
+    assert engine.primary._mmap_region.fd is None
 
 
 def test_nothing_is_kept_where_nothing_is_open(peers: Any, managed: Any) -> None:

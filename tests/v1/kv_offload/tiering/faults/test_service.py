@@ -3,6 +3,7 @@
 """The KVCR service: an engine that dies, a service that dies, one that refuses."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,25 @@ def options_for(service: Service, **more: Any) -> dict[str, Any]:
     return peer_options(service.port) | service.options() | more
 
 
+def start_when_free(engines: Any, options: dict[str, Any]) -> Engine:
+    """Start an engine; sooner after the last one's end than vLLM could."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return engines(options, rows=64)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            if "is busy" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
 def test_blocks_outlive_an_engine_that_is_killed(
     service: Service, peers: Any, engines: Any
 ) -> None:
     first = peers(service.options(), port=service.port, rows=32)
     assert first.call("store", KEYS)
     first.kill()
-    engine: Engine = engines(options_for(service), rows=64)
+    engine = start_when_free(engines, options_for(service))
     answers = engine.lookup_all(KEYS, request("next"))
     assert answers == [LookupResult.HIT] * len(KEYS)
     job = engine.load(KEYS, range(16))
