@@ -225,6 +225,29 @@ def test_an_engine_that_nothing_wakes_for_peers_stays_awake(
 # --- a tier with nothing to store into -------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("options", "useful"),
+    [
+        ({"secondary_g2_slots": 4}, False),
+        ({"control_ports": [7001]}, True),
+        (
+            {
+                "secondary_g2_slots": 4,
+                "g3": {"paths": ["/f"], "capacity_bytes_per_file": 1 << 20},
+            },
+            True,
+        ),
+    ],
+    ids=["pool", "peers", "files"],
+)
+def test_vllm_polls_between_steps_where_that_is_of_use(
+    options: dict[str, Any], useful: bool
+) -> None:
+    rig = StandinRig(**options)
+    assert rig.tier.tolerates_off_thread_polling is useful
+    assert manager.KVCRSecondaryTierManager.tolerates_off_thread_polling is False
+
+
 def test_stores_without_storage_end_at_once_and_copy_nothing() -> None:
     rig = StandinRig(control_ports=[7001], enable_telemetry=True)
     for number in range(100):

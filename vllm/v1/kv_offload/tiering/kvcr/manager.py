@@ -113,7 +113,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         RuntimeError: KVCR or NIXL could not start.
     """
 
-    # Set on each tier that serves peers: only there is off-thread polling of use.
+    # Set on each tier that has a use for being polled between two steps.
     tolerates_off_thread_polling: ClassVar[bool] = False
 
     def __init__(
@@ -252,7 +252,9 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             self._align = None
         # Where nothing wakes a sleeping engine for a peer, it must not sleep.
         self._steps_for_peers = config.serves_peers and not compat.HAS_TIER_POLL_THREAD
-        if config.serves_peers:
+        # Peers wait for answers, and stores for KVCR, which frees room in a full pool
+        # by writing one block to a file from one poll to the next.
+        if config.serves_peers or config.g3 is not None:
             self.tolerates_off_thread_polling = True  # type: ignore[misc]
 
     # --- lookups and requests --------------------------------------------------------
