@@ -96,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print("\n" + table(outcomes))
     if options.pairs == PAIRS and not options.adapter_level and not options.pytest:
-        write_document(DOCUMENT, outcomes)
+        nixls = {kvcr: environments.nixl_of(kvcr) for kvcr in KVCRS}
+        write_document(DOCUMENT, outcomes, nixls)
         print(f"Written: {DOCUMENT.relative_to(ROOT)}")
     else:
         print("A part of the matrix only; docs/compatibility.md stays as it is.")

@@ -145,6 +145,11 @@ class Environments:
         _replace(ROOT / "tests/v1", tree / "tests/v1")
         return tree
 
+    def nixl_of(self, kvcr: str) -> str:
+        """The release of NIXL that a release of kvcr requires."""
+        (nixl,) = (r for r in _requires(self._kvcr(kvcr)) if _name(r) == "nixl")
+        return nixl.partition("==")[2]
+
     # --- the parts -------------------------------------------------------------------
 
     def _base(self) -> Path:
@@ -288,11 +293,10 @@ class Environments:
         self, python: Path, vllm: VLLM, kvcr: str, paths: list[Path], in_tree: bool
     ) -> None:
         """Versions, places and the plugin are as this environment's name says."""
-        (nixl,) = (r for r in _requires(self._kvcr(kvcr)) if _name(r) == "nixl")
         versions = {
             vllm.distribution: vllm.version,
             "kvcr": kvcr,
-            "nixl": nixl.partition("==")[2],
+            "nixl": self.nixl_of(kvcr),
         }
         answer = subprocess.run(
             [python, "-c", _CHECK, json.dumps(list(versions))],

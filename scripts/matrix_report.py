@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,8 +15,8 @@ _DOCUMENT = """# Compatibility
 
 Written by `make matrix` on {date}, with Python {python} on {cores} cores \
 ({machine}). Each cell is a run of the tier's tests (`tests/v1/kv_offload/tiering`) \
-with that release of vLLM, that release of kvcr and the NIXL that it requires, all \
-real, on the CPU and over 127.0.0.1.
+with that release of vLLM, that release of kvcr and the NIXL that it requires \
+({nixls}), all real, on the CPU and over 127.0.0.1.
 
 ## Results
 
@@ -36,8 +36,9 @@ off. The tier decides by what the installed packages have, not by version number
 
 | capability | meaning |
 |---|---|
-| `off_thread_polling` | vLLM serves peers from a thread of its own, also while the \
-engine sleeps; without it, an engine that serves peers keeps stepping |
+| `off_thread_polling` | vLLM polls a tier with peers or files from a thread of its \
+own, also while the engine sleeps; without it, an engine that serves peers keeps \
+stepping |
 | `store_declining` | stores that have nowhere to go are declined before they become \
 jobs; without it they end at once as successes |
 | `transfer_sizes` | results carry their size, for vLLM's metrics and backpressure |
@@ -141,13 +142,21 @@ def _grid(corner: str, prefix: str, cells: dict[tuple[str, str], str]) -> str:
     )
 
 
-def write_document(file: Path, outcomes: Sequence[Outcome]) -> None:
+def write_document(
+    file: Path, outcomes: Sequence[Outcome], nixls: Mapping[str, str]
+) -> None:
+    """Write the report.
+
+    Args:
+        nixls: The release of NIXL for each of kvcr.
+    """
     file.parent.mkdir(exist_ok=True)
     text = _DOCUMENT.format(
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         python=platform.python_version(),
         cores=len(os.sched_getaffinity(0)),
         machine=f"{platform.system()}, {platform.machine()}",
+        nixls=", ".join(f"{nixl} for kvcr {kvcr}" for kvcr, nixl in nixls.items()),
         results=table(outcomes),
         capabilities=capability_table(outcomes),
     )

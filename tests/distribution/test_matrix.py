@@ -76,7 +76,8 @@ def test_the_table_has_a_cell_for_each_pair(tmp_path: Path) -> None:
         "| 0.33.0 | -                          | FAIL, 1 of 5 tests |",
     ]
     document = tmp_path / "docs" / "compatibility.md"
-    write_document(document, outcomes)
+    write_document(document, outcomes, {"0.1.0": "1.3.2"})
+    assert "(1.3.2 for kvcr 0.1.0)" in document.read_text()
     assert table(outcomes) in document.read_text()
     assert "| `a` | on" in document.read_text()
 
