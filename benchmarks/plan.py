@@ -40,10 +40,10 @@ class Plan:
     sweep_passes: int = 4
     # Bounds of one operation and of all of them; the others are multiples of the first.
     sweep_mib: tuple[tuple[int, int], ...] = (
-        (16, 128),
+        (32, 128),
         (4, 128),
-        (64, 128),
-        (16, 64),
+        (16, 128),
+        (32, 64),
         (16, 32),
         (256, 256),
     )

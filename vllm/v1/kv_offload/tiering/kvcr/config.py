@@ -181,7 +181,7 @@ class TierConfig(_Options):
     abandon_timeout_ms: Count | None = None
     """When a peer's unstoppable write is given up; at least twice the above."""
 
-    max_operation_bytes: Count = 16 << 20
+    max_operation_bytes: Count = 32 << 20
     """Jobs are cut into operations of at most this size."""
 
     max_inflight_bytes: Count = 128 << 20
