@@ -24,7 +24,7 @@ class Plan:
     flat_repetitions: int = 21
     burst_repetitions: int = 3
 
-    pulls: int = 16
+    pulls: int = 20
     # At a source that steps every 900 ms; each takes up to a second.
     slow_pulls: int = 5
     landing_blocks: int = 16
