@@ -131,9 +131,7 @@ def sweep(plan: Plan, log: Path, tell: Tell) -> Section:
     }
     size = plan.blocks * plan.block_bytes
     with Fleet(log) as fleet:
-        for name, contender in contenders.items():
-            fleet.start(name, DATA_PLANE, contender, plan.blocks, plan.block_bytes)
-        fleet.ready()
+        _start(fleet, contenders, plan.blocks, plan.block_bytes)
         passes: Passes = {name: [] for name in contenders}
         waits: dict[str, list[float]] = {name: [] for name in contenders}
         for number in range(plan.sweep_passes + _WARM_UP_PASSES):
@@ -183,16 +181,7 @@ def sizes(plan: Plan, shared_memory: Path, log: Path, tell: Tell) -> list[Curve]
     for block_bytes in plan.size_bytes:
         contenders = _in_memory(2 * most, shared_memory)
         with Fleet(log) as fleet:
-            for name, contender in contenders.items():
-                fleet.start(
-                    name,
-                    DATA_PLANE,
-                    contender,
-                    most,
-                    block_bytes,
-                    ours=name != SHIPPED,
-                )
-            fleet.ready()
+            _start(fleet, contenders, most, block_bytes)
             found: dict[tuple[str, int], list[tuple[float, float]]] = {}
             for number in range(plan.size_passes + _WARM_UP_PASSES):
                 tell(f"blocks of {block_bytes >> 10} KiB, pass {number + 1}")
@@ -245,6 +234,14 @@ def _adapters(slots: int) -> dict[str, Contender]:
     return {name: Contender("tier", slots, options[name]) for name in adapters()}
 
 
+def _start(
+    fleet: Fleet, contenders: Mapping[str, Contender], rows: int, row_bytes: int
+) -> None:
+    for name, contender in contenders.items():
+        fleet.start(name, DATA_PLANE, contender, rows, row_bytes, ours=name != SHIPPED)
+    fleet.ready()
+
+
 def _there_and_back(
     contenders: Mapping[str, Contender],
     blocks: int,
@@ -256,11 +253,7 @@ def _there_and_back(
 ) -> Passes:
     passes: Passes = {name: [] for name in contenders}
     with Fleet(log) as fleet:
-        for name, contender in contenders.items():
-            fleet.start(
-                name, DATA_PLANE, contender, blocks, block_bytes, ours=name != SHIPPED
-            )
-        fleet.ready()
+        _start(fleet, contenders, blocks, block_bytes)
         for number in range(repetitions + _WARM_UP_PASSES):
             tell(f"data plane, {what}, pass {number + 1}")
             for name in contenders:
@@ -282,16 +275,7 @@ def _first_pass(plan: Plan, log: Path, tell: Tell) -> Row:
     first: dict[str, list[float]] = {name: [] for name in contenders}
     later: dict[str, list[float]] = {name: [] for name in contenders}
     with Fleet(log) as fleet:
-        for name, contender in contenders.items():
-            fleet.start(
-                name,
-                DATA_PLANE,
-                contender,
-                plan.blocks,
-                plan.block_bytes,
-                ours=name != SHIPPED,
-            )
-        fleet.ready()
+        _start(fleet, contenders, plan.blocks, plan.block_bytes)
         for _ in range(plan.first_passes):
             for name in contenders:
                 tell(f"data plane, first pass, {name}")

@@ -34,28 +34,22 @@ def engines(peers: Any) -> Iterator[Callable[..., Engine]]:
     loaded no wrong block.
     """
     started: list[Engine] = []
-
-    def start(*arguments: Any, **keywords: Any) -> Engine:
-        engine = Engine(*arguments, **keywords)
-        started.append(engine)
-        return engine
-
-    yield start
-    with ExitStack() as stack:
-        for engine in started:
-            stack.callback(engine.close)
+    yield from _ended_right(Engine, started)
     for engine in started:
-        assert not engine.wrong
         assert engine.unanswered == []
 
 
 @pytest.fixture
 def managed(peers: Any) -> Iterator[Callable[..., ManagedEngine]]:
     """As ``engines``, below vLLM's own manager."""
-    started: list[ManagedEngine] = []
+    yield from _ended_right(ManagedEngine, [])
 
-    def start(*arguments: Any, **keywords: Any) -> ManagedEngine:
-        engine = ManagedEngine(*arguments, **keywords)
+
+def _ended_right(kind: Any, started: list[Any]) -> Iterator[Callable[..., Any]]:
+    """Start engines of a kind, shut them down, and find no wrong block."""
+
+    def start(*arguments: Any, **keywords: Any) -> Any:
+        engine = kind(*arguments, **keywords)
         started.append(engine)
         return engine
 
