@@ -24,8 +24,8 @@ from scripts.matrix_report import Outcome, read_junit, table, write_document
 from scripts.quiet_run import CommandFailed
 from scripts.setup_env import ENV, ROOT, one_at_a_time
 
-TESTS = Path("tests/v1/kv_offload/tiering")
-END_TO_END = TESTS / "test_kvcr_end_to_end.py"
+TESTS = Path("tests/v1/kv_offload/tiering/kvcr")
+END_TO_END = TESTS / "test_end_to_end.py"
 FAULTS = TESTS / "faults"
 DOCUMENT = ROOT / "docs" / "compatibility.md"
 IN_TREE = "in-tree"

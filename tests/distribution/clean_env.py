@@ -8,6 +8,7 @@ and without this project, however it is installed there.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -121,9 +122,7 @@ def _link_vllm_with_our_folder(target: Path) -> None:
             if entry.name not in (step, "__pycache__"):
                 (copy / entry.name).symlink_to(entry)
         source, copy = source / step, copy / step
-    copy.mkdir()
-    for module in TIER_FOLDER.glob("*.py"):
-        (copy / module.name).write_bytes(module.read_bytes())
+    shutil.copytree(TIER_FOLDER, copy, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def _checked(command: list[str | os.PathLike[str]]) -> None:

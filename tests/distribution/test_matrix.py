@@ -107,7 +107,7 @@ def test_engines_can_be_asked_for_on_every_pair_or_on_none() -> None:
 
 
 def test_the_tier_calls_tested_what_the_matrix_tests() -> None:
-    source = (ROOT / TIER_FOLDER / "environment.py").read_text()
+    source = (ROOT / TIER_FOLDER / "compat/environment.py").read_text()
     (tested,) = [
         ast.literal_eval(node.value)
         for node in ast.parse(source).body

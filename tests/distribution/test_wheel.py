@@ -90,7 +90,8 @@ def test_the_wheel_carries_the_whole_tier_and_no_file_of_vllms(wheel):
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"vllm_kvcr"}
     carried = {name.removeprefix(IN_WHEEL) for name in names if IN_WHEEL in name}
-    assert carried == {module.name for module in TIER_FOLDER.glob("*.py")}
+    modules = TIER_FOLDER.rglob("*.py")
+    assert carried == {str(module.relative_to(TIER_FOLDER)) for module in modules}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

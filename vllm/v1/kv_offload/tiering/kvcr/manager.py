@@ -19,7 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 # First: where kvcr is absent, this says what to install.
-from vllm.v1.kv_offload.tiering.kvcr import compat
+from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 
 # isort: split
 import numpy as np
@@ -44,35 +44,35 @@ from vllm.v1.kv_offload.tiering.base import (
     SecondaryTierManager,
     TransferJob,
 )
-from vllm.v1.kv_offload.tiering.kvcr import topology
-from vllm.v1.kv_offload.tiering.kvcr.backoff import Backoff
-from vllm.v1.kv_offload.tiering.kvcr.closing import Closer
+from vllm.v1.kv_offload.tiering.kvcr.backend import setup
+from vllm.v1.kv_offload.tiering.kvcr.backend.closing import Closer
+from vllm.v1.kv_offload.tiering.kvcr.backend.policy import choose_policy
+from vllm.v1.kv_offload.tiering.kvcr.backend.pool import PoolMemory
+from vllm.v1.kv_offload.tiering.kvcr.compat.environment import check_environment
+from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import LOOKUPS
 from vllm.v1.kv_offload.tiering.kvcr.config import (
     parse_options,
     telemetry_enabled,
 )
 from vllm.v1.kv_offload.tiering.kvcr.decline import StoreDecliner
-from vllm.v1.kv_offload.tiering.kvcr.environment import check_environment
-from vllm.v1.kv_offload.tiering.kvcr.health import Health, Reason
-from vllm.v1.kv_offload.tiering.kvcr.hints import Hints, own_endpoints
-from vllm.v1.kv_offload.tiering.kvcr.integrity import BlockSums
-from vllm.v1.kv_offload.tiering.kvcr.inventory import Inventory
 from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
-from vllm.v1.kv_offload.tiering.kvcr.metrics import (
+from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace, make_namespace
+from vllm.v1.kv_offload.tiering.kvcr.peers.hints import Hints, own_endpoints
+from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import Peers
+from vllm.v1.kv_offload.tiering.kvcr.peers.pins import Pins
+from vllm.v1.kv_offload.tiering.kvcr.reports.events import Inventory
+from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health, Reason
+from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import (
     KvcrStats,
     Losses,
     Lost,
     add_own,
     definitions,
 )
-from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace, make_namespace
-from vllm.v1.kv_offload.tiering.kvcr.peers import Peers
-from vllm.v1.kv_offload.tiering.kvcr.pins import Pins
-from vllm.v1.kv_offload.tiering.kvcr.policy import choose_policy
-from vllm.v1.kv_offload.tiering.kvcr.pool import PoolMemory
-from vllm.v1.kv_offload.tiering.kvcr.resilience import Resilience
-from vllm.v1.kv_offload.tiering.kvcr.transfers import Transfers
-from vllm.v1.kv_offload.tiering.kvcr.translate import LOOKUPS
+from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Resilience
+from vllm.v1.kv_offload.tiering.kvcr.transfers.backoff import Backoff
+from vllm.v1.kv_offload.tiering.kvcr.transfers.checksums import BlockSums
+from vllm.v1.kv_offload.tiering.kvcr.transfers.transfers import Transfers
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -128,17 +128,17 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             offloading_spec,
             primary_kv_view,
             tier_type,
-            **compat.base_arguments(backpressure_detector),
+            **shims.base_arguments(backpressure_detector),
         )
         check_environment()
         config = parse_options(options)
         self._config = config
         self.locality = Locality(config.locality) if config.locality else None
-        primary = topology.primary_of(primary_kv_view)
+        primary = setup.primary_of(primary_kv_view)
         self._primary_base_addr = primary.address
         self._primary_row_stride = primary.row_bytes
         events = offloading_spec.kv_events_config
-        warning = topology.check_events(config, events)
+        warning = setup.check_events(config, events)
         if warning is not None:
             logger.warning("kvcr tier: %s", warning)
         if config.kvcr_service_socket_path is not None and config.secondary_g2_slots:
@@ -148,13 +148,11 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         local_rank = offloading_spec.config.parallel.data_parallel_rank_local
         port = config.control_port(local_rank)
         namespace = make_namespace(config.namespace, offloading_spec, primary.row_bytes)
-        guard = topology.guard_config(config, local_rank, namespace)
+        guard = setup.guard_config(config, local_rank, namespace)
         policy = choose_policy(config.policy, has_files=config.g3 is not None)
 
         agent = f"vllm-{uuid.uuid4().hex}"
-        block_refs = compat.block_refs_factory(
-            agent, primary.address, primary.row_bytes
-        )
+        block_refs = shims.block_refs_factory(agent, primary.address, primary.row_bytes)
         codec = KeyCodec(namespace.prefix)
         self._prefix = namespace.prefix
         self._health = Health()
@@ -168,10 +166,10 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._usable = True
         publishes = config.owns_inventory and events.enable_kv_cache_events
 
-        slots, option = topology.pool_slots(config, primary)
+        slots, option = setup.pool_slots(config, primary)
         self._pool: PoolMemory | None = None
         channel: Any | None = None
-        advertised = topology.advertise_host(config)
+        advertised = setup.advertise_host(config)
         try:
             pool = None
             if slots:
@@ -194,22 +192,22 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 on_resilience_event=self._resilience.report,
             )
             self._kvcr = KVCR(
-                topology.kvcr_config(config, primary, agent),
+                setup.kvcr_config(config, primary, agent),
                 bindings,
-                topology.backend_configs(config, primary, pool),
+                setup.backend_configs(config, primary, pool),
                 guard,
             )
         except BaseException as error:
             self._undo_start(error, channel)
-            refused = topology.service_refused(guard, error)
+            refused = setup.service_refused(guard, error)
             if refused is not None:
                 raise refused from error
             raise
 
         if guard is not None:
-            slots = (compat.service_pool_bytes(self._kvcr) or 0) // primary.row_bytes
+            slots = (shims.service_pool_bytes(self._kvcr) or 0) // primary.row_bytes
 
-        logger.info("kvcr tier: %s", compat.describe_start())
+        logger.info("kvcr tier: %s", shims.describe_start())
         peers = Peers()
         self._backoff = Backoff()
         endpoints = None
@@ -220,20 +218,20 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             peers,
             self._losses,
             endpoints,
-            topology.max_pull_blocks(config, primary),
+            setup.max_pull_blocks(config, primary),
             self._fail,
         )
         self._hinted = self._hints.requests
         sums: BlockSums | None = None
         if config.g3 is not None and config.verify_blocks:
-            known = 2 * (slots + topology.g3_slots(config, primary))
+            known = 2 * (slots + setup.g3_slots(config, primary))
             rows = np.asarray(primary_kv_view)
             sums = BlockSums(rows, known, strict=guard is None)
         self._transfers = Transfers(
             self._kvcr,
             block_refs,
             namespace.prefix,
-            topology.limits_of(config, primary, slots),
+            setup.limits_of(config, primary, slots),
             self._hints,
             peers,
             self._backoff,
@@ -251,7 +249,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         if not config.has_own_storage:
             self._align = None
         # Where nothing wakes a sleeping engine for a peer, it must not sleep.
-        self._steps_for_peers = config.serves_peers and not compat.HAS_TIER_POLL_THREAD
+        self._steps_for_peers = config.serves_peers and not shims.HAS_TIER_POLL_THREAD
         # Peers wait for answers, and stores for KVCR, which frees room in a full pool
         # by writing one block to a file from one poll to the next.
         if config.serves_peers or config.g3 is not None:
@@ -363,10 +361,10 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
-        return compat.CONFIG_INFO_KEYS
+        return shims.CONFIG_INFO_KEYS
 
     def config_info(self) -> Mapping[str, str]:
-        return compat.config_info()
+        return shims.config_info()
 
     def get_stats(self) -> "OffloadingConnectorStats | None":
         if not self._config.enable_telemetry:
@@ -513,7 +511,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
     def _undo_start(self, error: BaseException, channel: Any | None) -> None:
         """After a failed start: close what was opened, or keep what must be kept."""
-        native_alive = compat.native_alive_after(error) or not isinstance(
+        native_alive = shims.native_alive_after(error) or not isinstance(
             error, Exception
         )
         if native_alive:

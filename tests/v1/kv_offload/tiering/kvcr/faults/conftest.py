@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Engines and peers that are gone when a test is over, however it ends."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer import Peer
+
+
+@pytest.fixture
+def peers() -> Iterator[Callable[..., Peer]]:
+    """Starts engines in processes of their own; see ``Peer``."""
+    with ExitStack() as stack:
+
+        def start(*arguments: Any, **keywords: Any) -> Peer:
+            peer = Peer(*arguments, **keywords)
+            stack.callback(peer.close)
+            return peer
+
+        yield start
+
+
+@pytest.fixture
+def engines(peers: Any) -> Iterator[Callable[..., Engine]]:
+    """Starts engines in this process, which go before the peers do.
+
+    Each is shut down at the end, and must then have answered every job once and have
+    loaded no wrong block.
+    """
+    started: list[Engine] = []
+    yield from _ended_right(Engine, started)
+    for engine in started:
+        assert engine.unanswered == []
+
+
+@pytest.fixture
+def managed(peers: Any) -> Iterator[Callable[..., ManagedEngine]]:
+    """As ``engines``, below vLLM's own manager."""
+    yield from _ended_right(ManagedEngine, [])
+
+
+def _ended_right(kind: Any, started: list[Any]) -> Iterator[Callable[..., Any]]:
+    """Start engines of a kind, shut them down, and find no wrong block."""
+
+    def start(*arguments: Any, **keywords: Any) -> Any:
+        engine = kind(*arguments, **keywords)
+        started.append(engine)
+        return engine
+
+    yield start
+    with ExitStack() as stack:
+        for engine in started:
+            stack.callback(engine.close)
+    for engine in started:
+        assert not engine.wrong

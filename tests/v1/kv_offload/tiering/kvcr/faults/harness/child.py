@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A process of ours: started fast, commanded over a pipe, stopped, continued, killed.
+
+Each is forked from a server that has vLLM imported already, which takes several seconds
+of CPU otherwise. It ends when this process does, at the latest.
+"""
+
+import contextlib
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_REPOSITORY = Path(__file__).resolve().parents[7]
+_PRELOADED = f"{__package__}.peer_process"
+_START_TIMEOUT_S = 60.0
+_CALL_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 5.0
+_IDLE_S = 0.0005
+
+
+class Child:
+    """The handle of a process.
+
+    Args:
+        run: What the process runs, with its end of the pipe and ``arguments``. It
+            answers once when it is ready, and then runs ``obey``.
+    """
+
+    def __init__(self, run: Callable[..., None], *arguments: Any) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload([_PRELOADED])
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=run, args=(theirs, *arguments), daemon=True
+        )
+        with _importable_from_here():
+            self._process.start()
+        theirs.close()
+        try:
+            self.receive(_START_TIMEOUT_S)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pid(self) -> int:
+        pid = self._process.pid
+        assert pid is not None
+        return pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.exitcode
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Have the process do something, and wait for the answer."""
+        self.send(name, *arguments)
+        return self.receive()
+
+    def send(self, name: str, *arguments: Any) -> None:
+        """As ``call``, without waiting for the answer."""
+        self._connection.send((name, arguments))
+
+    @property
+    def answered(self) -> bool:
+        """Whether ``receive`` would return at once."""
+        return bool(self._connection.poll(0))
+
+    def receive(self, timeout_s: float = _CALL_TIMEOUT_S) -> Any:
+        """The answer to the oldest ``send``."""
+        connection: Connection = self._connection
+        if not connection.poll(timeout_s):
+            raise TimeoutError(f"process {self.pid} did not answer in {timeout_s} s")
+        succeeded, value = connection.recv()
+        if not succeeded:
+            raise AssertionError(f"in process {self.pid}: {value}")
+        return value
+
+    def stop(self) -> None:
+        """Stop the process: no thread of it runs any more."""
+        os.kill(self.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        process = psutil.Process(self.pid)
+        while process.status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < deadline, "the process did not stop"
+            time.sleep(0.001)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End the process at once, stopped or not."""
+        if self._process.is_alive():
+            os.kill(self.pid, signal.SIGKILL)
+            self._process.join(_STOP_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Have the process end by itself; kill it if that takes too long."""
+        if self._process.is_alive():
+            self.go_on()
+            # It may be gone meanwhile, or be too slow: killed below either way.
+            with contextlib.suppress(OSError):
+                self._connection.send(None)
+            self._process.join(_CALL_TIMEOUT_S)
+        self.kill()
+        self._connection.close()
+
+
+def obey(connection: Connection, commands: Any, step: Callable[[], None]) -> None:
+    """Step, and do what the other end of the pipe says, until that closes."""
+    while True:
+        step()
+        if not connection.poll(0):
+            time.sleep(_IDLE_S)
+            continue
+        try:
+            message = connection.recv()
+        except EOFError:
+            return
+        if message is None:
+            return
+        name, arguments = message
+        try:
+            answer = (True, getattr(commands, name)(*arguments))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        connection.send(answer)
+
+
+@contextlib.contextmanager
+def _importable_from_here() -> Iterator[None]:
+    # The fork server is a fresh interpreter, and ignores what it cannot import.
+    before = os.environ.get("PYTHONPATH")
+    entries = filter(None, (str(_REPOSITORY), before))
+    os.environ["PYTHONPATH"] = os.pathsep.join(entries)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Peers that are gone: what a request waits, and how an engine ends afterwards."""
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import (
+    ManagedEngine,
+    Request,
+)
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
+    free_port,
+    make_hint,
+    peer_options,
+)
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.kvcr import manager as tier_module
+from vllm.v1.kv_offload.tiering.kvcr.peers import liveness as peers_module
+
+OPERATION_S = 1.0
+# KVCR itself takes 5 s to give up operations that do not end.
+CLOSE_S = 12.0
+KEYS = make_keys(64)
+
+
+def options(**further: Any) -> dict[str, Any]:
+    return (
+        peer_options(free_port())
+        | {
+            "operation_timeout_ms": int(1000 * OPERATION_S),
+            "abandon_timeout_ms": int(2000 * OPERATION_S),
+            "max_pull_blocks": 64,
+            "landing_slots": 96,
+        }
+        | further
+    )
+
+
+def retained_by(engine: Any) -> float:
+    """Shut an engine down; the buffers that were kept. It must not take long."""
+    before = len(tier_module._RETAINED_NATIVE_BUFFERS)
+    started = time.monotonic()
+    engine.close()
+    assert time.monotonic() - started < CLOSE_S
+    return len(tier_module._RETAINED_NATIVE_BUFFERS) - before
+
+
+def begin_and_wait_for_a_byte(
+    engine: ManagedEngine, landing: str, hint: object
+) -> Request:
+    """Have a request pull all blocks; return when the peer has begun to write."""
+    written = engine.memory if landing == "primary" else engine.probe.pool(MIB)
+    before = written[:, -1].copy()
+    pulling = engine.begin("pulling", KEYS, hint)
+    engine.step(pulling)
+    engine.run_until(lambda: bool((written[:, -1] != before).any()), what="waiting")
+    return pulling
+
+
+def test_a_port_where_nobody_listens_costs_one_wait(
+    managed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However slow this machine is, no probe falls due.
+    monkeypatch.setattr(peers_module, "FIRST_COOLDOWN_S", 600.0)
+    engine: ManagedEngine = managed(options(), rows=64)
+    nobody = free_port()
+    waves = []
+    for wave in range(100):
+        requests = []
+        for index in range(10):
+            keys = make_keys(4, f"{wave}/{index}")
+            name = f"{wave}/{index}"
+            requests.append(engine.begin(name, keys, make_hint(nobody, keys)))
+        engine.serve(*requests)
+        assert all(request.hits == 0 for request in requests)
+        waves.append(requests)
+    first, rest = waves[0], [request for wave in waves[1:] for request in wave]
+    assert max(request.seconds for request in first) < 3 * OPERATION_S
+    assert {request.steps for request in rest} == {1}, "no other has waited at all"
+    assert set(engine.load_jobs) <= {request.context.req_id for request in first}
+    # The one block that was asked for may still be written, for all KVCR knows.
+    assert retained_by(engine) == 2
+
+
+def test_after_a_pause_it_is_asked_again(
+    peers: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "FIRST_COOLDOWN_S", 1.0)
+    engine: Engine = engines(options(), rows=64)
+    port = free_port()
+    early = engine.begin("early", make_hint(port, KEYS))
+    assert set(engine.lookup_all(KEYS, early)) == {LookupResult.HIT}
+    job = engine.load(KEYS, range(64), early)
+    assert engine.finish(job) < 1.3 * OPERATION_S
+    assert not job.arrived
+    engine.end(early)
+    # Other blocks take the slots, and the peer comes up: what the first request asked
+    # for is still on its way to it.
+    others = make_keys(64, "others")
+    engine.write(others, range(64), writer="somebody else")
+    soon = engine.begin("soon", make_hint(port, KEYS))
+    assert set(engine.lookup_all(KEYS, soon)) == {LookupResult.MISS}
+    engine.end(soon)
+
+    peer = peers({"operation_timeout_ms": 20_000}, port=port, rows=64)
+    peer.call("hold", KEYS)
+    engine.run_for(1.5)
+    assert engine.wrong_blocks(others, range(64), writer="somebody else") == []
+
+    late = engine.begin("late", make_hint(port, KEYS))
+    assert set(engine.lookup_all(KEYS, late)) == {LookupResult.HIT}
+    again = engine.load(KEYS, range(64), late)
+    engine.finish(again)
+    assert again.arrived == KEYS
+    engine.end(late)
+    assert retained_by(engine) == 0
+
+
+@pytest.mark.parametrize("landing", ["pool", "primary"])
+def test_a_peer_killed_in_the_middle(
+    peers: Any, managed: Any, monkeypatch: pytest.MonkeyPatch, landing: str
+) -> None:
+    # KVCR's patience while it closes; not what is tested here.
+    monkeypatch.setattr("kvcr.progress._OP_CLEANUP_TIMEOUT_SECONDS", 0.5)
+    peer = peers({"operation_timeout_ms": 20_000}, rows=64)
+    peer.call("hold", KEYS)
+    engine: ManagedEngine = managed(
+        options(
+            remote_landing=landing,
+            max_operation_bytes=64 * MIB,
+            max_inflight_bytes=64 * MIB,
+        ),
+        rows=64,
+    )
+    hint = make_hint(peer.port, KEYS)
+    assert engine.run("proof", KEYS[:1], hint).hits == 1
+    victim = begin_and_wait_for_a_byte(engine, landing, hint)
+    peer.kill()
+
+    if landing == "pool":
+        engine.serve(victim)
+        assert victim.seconds < 3 * OPERATION_S
+        other = engine.run("other", make_keys(8, "other"), hint)
+        assert (other.hits, other.steps) == (0, 1)
+    else:
+        # Nothing can tell that a peer is dead, and does not just hang.
+        engine.run_for(3 * OPERATION_S)
+        engine.step(victim)
+        assert victim.hits is None
+    # vLLM's own shutdown went on to its end, whatever was kept: the primary tier, and
+    # the pool where there is one.
+    assert retained_by(engine) == (2 if landing == "pool" else 1)
+    assert engine.primary._mmap_region.fd is None
+
+
+def test_nothing_is_kept_where_nothing_is_open(peers: Any, managed: Any) -> None:
+    """A peer that dies when all is said and done leaves nothing behind."""
+    peer = peers({"operation_timeout_ms": 20_000}, rows=64)
+    peer.call("hold", KEYS)
+    engine: ManagedEngine = managed(options(), rows=64)
+    served = engine.run("served", KEYS, make_hint(peer.port, KEYS))
+    assert served.hits == len(KEYS)
+    peer.kill()
+    assert retained_by(engine) == 0

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A peer that is stopped while it writes into this engine, and continued later.
+
+What it then still writes belongs to a job that ended long ago, whose slots may hold
+another prompt's blocks by now.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine, Job
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer import Peer
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
+    free_port,
+    make_hint,
+    peer_options,
+)
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey
+from vllm.v1.kv_offload.tiering.kvcr import manager as tier_module
+from vllm.v1.kv_offload.tiering.kvcr.transfers.transfers import Transfers
+
+BLOCKS = 96
+OPERATION_S = 1.0
+ABANDON_S = 2.0
+PROOF = make_keys(1, "first contact")
+KEYS = make_keys(BLOCKS)
+OTHERS = make_keys(BLOCKS, "somebody else's prompt")
+SLOTS = list(range(BLOCKS))
+TRANSPORTS = ("all", "tcp")
+
+
+class Scene:
+    """A victim that pulls from a peer, which is stopped in the middle of it."""
+
+    def __init__(self, peers: Any, engines: Any, landing: str) -> None:
+        self.peer: Peer = peers({"operation_timeout_ms": 20_000}, rows=BLOCKS + 1)
+        self.peer.call("hold", KEYS + PROOF)
+        options = peer_options(free_port()) | {
+            "operation_timeout_ms": int(1000 * OPERATION_S),
+            "abandon_timeout_ms": int(1000 * ABANDON_S),
+            "remote_landing": landing,
+            "landing_slots": 2 * BLOCKS,
+            "max_pull_blocks": BLOCKS,
+            # One operation a job: the longer it takes, the surer it is hit.
+            "max_operation_bytes": BLOCKS * MIB,
+            "max_inflight_bytes": BLOCKS * MIB,
+        }
+        self.victim: Engine = engines(options, rows=BLOCKS)
+        self._landing = self.victim.memory if landing == "primary" else None
+
+    def pull(self, keys: Sequence[OffloadKey], request_id: str) -> Job:
+        context = self.victim.begin(request_id, make_hint(self.peer.port, keys))
+        answers = self.victim.lookup_all(keys, context)
+        assert set(answers) == {LookupResult.HIT}
+        return self.victim.load(keys, SLOTS[: len(keys)], context)
+
+    def stop_in_the_middle(self) -> Job:
+        """Have the peer proven, then stop it while it writes."""
+        proof = self.pull(PROOF, "proof")
+        self.victim.finish(proof)
+        assert proof.arrived == PROOF
+        written = self._landing
+        if written is None:
+            written = self.victim.probe.pool(MIB)
+        before = written[:, -1].copy()
+        job = self.pull(KEYS, "pull")
+        self.victim.run_until(
+            lambda: bool((written[:, -1] != before).any()), 10, "waiting for a byte"
+        )
+        self.peer.stop()
+        assert job.result is None
+        return job
+
+    def reuse(self, slots: list[int]) -> None:
+        """Give slots to another prompt's blocks, as vLLM does at once."""
+        self.victim.write(OTHERS[: len(slots)], slots, writer="somebody else")
+
+    def harmed(self, slots: list[int]) -> list[int]:
+        """Reused slots that are not as they were left."""
+        return self.victim.wrong_blocks(
+            OTHERS[: len(slots)], slots, writer="somebody else"
+        )
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_late_write_ends_in_the_pool(
+    peers: Any,
+    engines: Any,
+    tier_log: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    transport: str,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", transport)
+    scene = Scene(peers, engines, "pool")
+    victim = scene.victim
+    job = scene.stop_in_the_middle()
+
+    waited = victim.finish(job)
+    assert waited < 1.5 * OPERATION_S, "held for longer than one operation timeout"
+    assert job.result is not None
+    assert not job.result.success
+    slots = job.failed_chunks
+    scene.reuse(slots)
+
+    # Only now does KVCR call the memory uncertain: the write was under way.
+    probe = victim.probe
+    room = probe.landing_room
+    victim.run_until(lambda: probe.landing_room < room, 5, "waiting for doubt")
+    assert any("memory_uncertain" in line for line in tier_log.texts())
+    scene.peer.go_on()
+    victim.run_until(lambda: probe.landing_room == room, 10, "the quarantine")
+    victim.run_for(0.5)
+
+    assert not scene.harmed(slots)
+    assert probe.state == "healthy"
+    # The peer and the pool are of use again.
+    again = scene.pull(PROOF, "again")
+    victim.finish(again)
+    assert again.arrived == PROOF
+
+
+def test_where_it_ends_in_the_primary_tier_the_slots_are_held_back(
+    peers: Any,
+    engines: Any,
+    tier_log: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tier_module, "_WAIT_WARNING_S", 0.3)
+    scene = Scene(peers, engines, "primary")
+    victim = scene.victim
+    job = scene.stop_in_the_middle()
+    victim.run_for(ABANDON_S + 1)
+    assert job.result is None, "KVCR failed it, and the peer may still write"
+
+    # Nor does a drain, as ``reset_cache`` asks for, end before the peer is heard of.
+    stopped_for = 1.0
+    threading.Timer(stopped_for, scene.peer.go_on).start()
+    started = time.monotonic()
+    victim.drain()
+    assert time.monotonic() - started >= stopped_for
+    assert any("waiting for 1 jobs and 0 pins" in line for line in tier_log.texts())
+
+    assert job.result is not None
+    assert not job.arrived
+    scene.reuse(SLOTS)
+    victim.run_for(0.5)
+    assert not scene.harmed(SLOTS)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_without_holding_them_back_it_is_the_wrong_bytes(
+    peers: Any, engines: Any, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """What the tests above would see if KVCR's reports about memory were ignored."""
+    monkeypatch.setenv("UCX_TLS", transport)
+    monkeypatch.setattr(Transfers, "uncertain", lambda transfers, handle: None)
+    scene = Scene(peers, engines, "primary")
+    job = scene.stop_in_the_middle()
+    scene.victim.finish(job)
+    scene.reuse(SLOTS)
+    scene.peer.go_on()
+    scene.victim.run_until(
+        lambda: len(scene.harmed(SLOTS)) > 0, 10, "waiting for a wrong block"
+    )

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What one hint may cost an engine's own cache.
+
+With ``opportunistic_query`` KVCR answers that a hinted peer may have any block at all,
+and vLLM reserves a slot, evicting a block, for each.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
+    free_port,
+    make_hint,
+    peer_options,
+)
+
+ROWS = 32
+OWN = make_keys(ROWS, "own")
+PROMPT = make_keys(ROWS, "nobody has it")
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({}, 1),
+        ({"opportunistic_query": True}, ROWS // 2),
+        ({"opportunistic_query": True, "max_pull_blocks": 4}, 4),
+    ],
+    ids=["default", "opportunistic", "bounded"],
+)
+def test_it_is_bounded(
+    peers: Any, managed: Any, options: dict[str, Any], most: int
+) -> None:
+    peer = peers({"operation_timeout_ms": 20_000}, rows=1)
+    peer.call("hold", PROMPT[:1])
+    engine: ManagedEngine = managed(
+        peer_options(free_port())
+        | {"operation_timeout_ms": 20_000, "landing_slots": 64}
+        | options,
+        rows=ROWS,
+    )
+    engine.run("own", OWN)
+    engine.settle()
+    assert engine.resident(OWN) == ROWS
+
+    hint = make_hint(peer.port, PROMPT[:1])
+    greedy = engine.begin("greedy", PROMPT, hint)
+    engine.wait_for(greedy)
+    assert ROWS - engine.resident(OWN) <= most
+    assert greedy.hits == 1, "the block that was hinted is there"
+    engine.serve(greedy)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A target that is stopped while this engine writes to it.
+
+KVCR gives such a pin back once it has called the memory uncertain. The write goes on
+from there whenever the target does: what vLLM has put into the slots by then would go
+to the peer, under the old key.
+"""
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.bounds import at_most
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer import Peer
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
+    free_port,
+    peer_options,
+)
+from vllm.v1.kv_offload.tiering.kvcr.peers.pins import Pins
+
+BLOCKS = 96
+ABANDON_S = 2.0
+KEYS = make_keys(BLOCKS)
+
+
+class Scene:
+    """This engine as a source, and a target that stops while it is written to."""
+
+    def __init__(
+        self, peers: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Shared memory is written without the target's help; a socket fills up.
+        monkeypatch.setenv("UCX_TLS", "tcp")
+        self.target: Peer = peers(
+            {
+                "operation_timeout_ms": 20_000,
+                "max_operation_bytes": BLOCKS << 20,
+                "max_inflight_bytes": BLOCKS << 20,
+                "landing_slots": 2 * BLOCKS,
+                "max_pull_blocks": BLOCKS,
+            },
+            rows=BLOCKS,
+        )
+        port = free_port()
+        self.source: Engine = engines(
+            peer_options(port)
+            | {
+                "operation_timeout_ms": int(500 * ABANDON_S),
+                "abandon_timeout_ms": int(1000 * ABANDON_S),
+            },
+            rows=BLOCKS,
+        )
+        self.source.hold(KEYS)
+        # First contact asks for one block; let that be over.
+        self.target.send("pull", port, KEYS[:1], "proof")
+        self.source.run_until(lambda: self.target.answered, 20, "the first pull")
+        assert self.target.receive()["arrived"] == 1
+        self.target.send("pull", port, KEYS[1:], "pull")
+        self.source.run_until(lambda: self.source.probe.pins > 0, 20, "waiting")
+        self.target.stop()
+        self.job = max(self.source.jobs.values(), key=lambda job: job.job_id)
+        assert self.job.result is None
+
+
+def test_a_pin_is_kept_until_nothing_can_read_it_any_more(
+    peers: Any,
+    engines: Any,
+    tier_log: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(peers, engines, monkeypatch)
+    source = scene.source
+    source.run_until(
+        lambda: any("memory_uncertain" in line for line in tier_log.texts()),
+        10,
+        "waiting for doubt",
+    )
+    source.run_for(1.0)
+    assert scene.job.result is None
+    assert source.probe.pins > 0
+
+    scene.target.go_on()
+    source.finish(scene.job)
+    assert scene.job.result is not None
+    assert scene.job.result.success
+    source.run_until(lambda: scene.target.answered, 20, "the target's pull")
+    assert scene.target.receive()["wrong"] == []
+    assert source.probe.state == "healthy"
+
+
+def test_kvcr_itself_would_give_it_back(
+    peers: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the test above would see if KVCR's report were ignored."""
+    monkeypatch.setattr(Pins, "uncertain", lambda pins, operation, keys: None)
+    scene = Scene(peers, engines, monkeypatch)
+    started = time.monotonic()
+    scene.source.finish(scene.job)
+    assert time.monotonic() - started >= 0.8 * ABANDON_S
+    scene.target.go_on()
+
+
+def test_a_target_that_died_does_not_hold_up_a_reset(
+    peers: Any, engines: Any, tier_log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KVCR never hears of the end of a write to a dead peer."""
+    scene = Scene(peers, engines, monkeypatch)
+    scene.target.kill()
+    with at_most(4 * ABANDON_S):
+        scene.source.drain()
+    assert scene.job.result is not None

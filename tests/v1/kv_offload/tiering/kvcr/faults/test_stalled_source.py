@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""An engine that did not run for an operation timeout, which KVCR holds against it.
+
+KVCR refuses to be a source from then on, until it is restarted, and says so nowhere but
+in a callback.
+"""
+
+import time
+from typing import Any
+
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.probe import state_samples
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
+    free_port,
+    make_hint,
+    peer_options,
+)
+from vllm.v1.kv_offload.base import LookupResult
+
+KEYS = make_keys(8)
+STALL_S = 2.0
+
+
+def test_it_says_so_and_is_of_no_use_to_peers(peers: Any, engines: Any) -> None:
+    peer = peers(
+        {"operation_timeout_ms": int(1000 * STALL_S), "enable_telemetry": True}, rows=8
+    )
+    peer.call("hold", KEYS)
+    assert peer.call("report")["state"] == "healthy"
+    assert state_samples(peer.call("gauges")) == {}
+    peer.stop()
+    time.sleep(1.2 * STALL_S)
+    peer.go_on()
+    deadline = time.monotonic() + 5
+    while peer.call("report")["state"] == "healthy":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+    report = peer.call("report")
+    assert (report["state"], report["reason"]) == ("degraded", "source_stalled")
+    lines = [line for line in report["log"] if "source_stalled" in line]
+    assert len(lines) == 1
+    assert "restart" in lines[0]
+    samples = state_samples(peer.call("gauges"))
+    assert samples["('degraded', 'source_stalled')"] == 1
+    assert sum(samples.values()) == 1
+
+    # It says no at once: nobody waits for it.
+    engine: Engine = engines(
+        peer_options(free_port()) | {"operation_timeout_ms": 20_000}, rows=16
+    )
+    context = engine.begin("pull", make_hint(peer.port, KEYS))
+    assert set(engine.lookup_all(KEYS, context)) == {LookupResult.HIT}
+    job = engine.load(KEYS, range(8), context)
+    assert engine.finish(job) < 5
+    assert not job.arrived
+    # And it still loads from others, and for itself.
+    report = peer.call("report")
+    assert report["wrong"] == []

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A kvcr tier with a primary tier's memory under it, ready to be driven by a test."""
+
+import contextlib
+import random
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from tests.v1.kv_offload.tiering.kvcr.standin import (
+    ChannelStandin,
+    KvcrStandin,
+    MmapStandin,
+    partial_spec,
+)
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    get_offload_block_hash,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+from vllm.v1.kv_offload.tiering.kvcr import manager
+from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import IGNORED_HINTS, LOST_BLOCKS
+
+ROW_BYTES = 4096
+PATIENCE_S = 30.0
+LOCALHOST = "127.0.0.1"
+
+
+def key(number: int, group: int = 0) -> OffloadKey:
+    return make_offload_key(number.to_bytes(32, "big"), group)
+
+
+def keys(count: int, first: int = 0) -> list[OffloadKey]:
+    return [key(number) for number in range(first, first + count)]
+
+
+def router_hash(offload_key: OffloadKey) -> int | bytes:
+    """The block hash that a router knows a key by."""
+    return maybe_convert_block_hash(BlockHash(get_offload_block_hash(offload_key)))
+
+
+def hint(
+    hinted: Iterable[OffloadKey] = (), endpoint: str = "tcp://10.9.9.9:7001"
+) -> dict[str, Any]:
+    """Routing metadata that KVCR understands."""
+    payload = {
+        "source_control_endpoint": endpoint,
+        "block_hashes": [router_hash(each) for each in hinted] or [1],
+    }
+    return {
+        "protocol_version": "0.1",
+        "message_id": "m",
+        "actions": [
+            {
+                "action_id": "a",
+                "action_type": "kv.fetch",
+                "action_version": "1.0",
+                "payload": payload,
+            }
+        ],
+    }
+
+
+def hinted_request(request_id: str, value: Any) -> ReqContext:
+    return ReqContext(request_id, {"kv_hint": value})
+
+
+def free_port() -> int:
+    """A port below those that the system hands out by itself at any moment."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server((LOCALHOST, port)):
+            return port
+    raise OSError("no free port")
+
+
+def wait_until(done: Callable[[], Any], what: str) -> Any:
+    """Poll ``done``, which drives what is waited for, until it says something."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (outcome := done()):
+        assert time.monotonic() < deadline, f"still waiting for {what}"
+        time.sleep(0.001)
+    return outcome
+
+
+def samples(stats: Any) -> dict[str, dict[tuple[str, ...], Any]]:
+    """Metric name -> label values -> what was recorded."""
+    return {} if stats is None else dict(stats.data["data"])
+
+
+class Rig:
+    """A tier, the memory of its primary tier, and the jobs given to it."""
+
+    def __init__(
+        self,
+        *,
+        rows: int = 16,
+        row_bytes: int = ROW_BYTES,
+        spec: Any = None,
+        detector: Any = None,
+        **options: Any,
+    ) -> None:
+        self.memory = np.zeros((rows, row_bytes), np.uint8)
+        self.view = memoryview(self.memory)
+        self.tier = manager.KVCRSecondaryTierManager(
+            spec or partial_spec(), self.view, "kvcr", detector, **options
+        )
+        self.given: list[int] = []
+        self.finished: dict[int, JobResult] = {}
+
+    def fill(self, chunks: Iterable[int], seed: int = 0) -> np.ndarray:
+        """Put other bytes into each chunk, and return a copy of them."""
+        chosen = list(chunks)
+        generator = np.random.default_rng([seed, *chosen])
+        shape = (len(chosen), self.memory.shape[1])
+        self.memory[chosen] = generator.integers(0, 256, shape, np.uint8)
+        return self.memory[chosen].copy()
+
+    def lookup(self, offload_key: OffloadKey, request_id: str = "r") -> LookupResult:
+        return self.tier.lookup(offload_key, ReqContext(request_id))
+
+    def hits(self, chosen: Iterable[OffloadKey], request_id: str = "r") -> list[Any]:
+        return [k for k in chosen if self.lookup(k, request_id) is LookupResult.HIT]
+
+    def load(
+        self, chosen: Sequence[OffloadKey], chunks: Iterable[int], request_id: str = "r"
+    ) -> int:
+        return self._submit(chosen, chunks, request_id, is_load=True)
+
+    def store(
+        self, chosen: Sequence[OffloadKey], chunks: Iterable[int], request_id: str = "r"
+    ) -> int:
+        return self._submit(chosen, chunks, request_id, is_load=False)
+
+    def poll(self) -> list[JobResult]:
+        """One step's results, each of them checked against what was given."""
+        results = list(self.tier.get_finished_jobs())
+        for result in results:
+            assert result.job_id not in self.finished, f"twice: {result}"
+            self.finished[result.job_id] = result
+        return results
+
+    def result_of(self, job_id: int) -> JobResult:
+        """Step until a job is over."""
+
+        def done() -> bool:
+            self.poll()
+            return job_id in self.finished
+
+        wait_until(done, f"job {job_id}")
+        return self.finished[job_id]
+
+    def close(self) -> None:
+        """Shut the tier down; raises if something still refers to the memory."""
+        self.tier.shutdown()
+        self.view.release()
+
+    def losses(self) -> dict[str, int]:
+        """Lost blocks by reason, since the last report; needs telemetry."""
+        return _by_label(samples(self.tier.get_stats()).get(LOST_BLOCKS, {}))
+
+    def ignored_hints(self) -> dict[str, int]:
+        """Ignored hints by reason, since the last report; needs telemetry."""
+        return _by_label(samples(self.tier.get_stats()).get(IGNORED_HINTS, {}))
+
+    def _submit(
+        self,
+        chosen: Sequence[OffloadKey],
+        chunks: Iterable[int],
+        request_id: str,
+        *,
+        is_load: bool,
+    ) -> int:
+        job_id = len(self.given)
+        self.given.append(job_id)
+        job = TransferJob(
+            job_id,
+            chosen,
+            np.array(list(chunks), dtype=np.int32),
+            is_load,
+            ReqContext(request_id),
+        )
+        submit = self.tier.submit_load if is_load else self.tier.submit_store
+        submit(job)
+        return job_id
+
+
+class StandinRig(Rig):
+    """A rig whose KVCR, control channel and memory are stand-ins."""
+
+    kvcr: Any
+
+    def __init__(
+        self,
+        *,
+        kvcr: Callable[..., Any] = KvcrStandin,
+        channel: Callable[..., Any] = ChannelStandin,
+        **options: Any,
+    ) -> None:
+        self.mmap = MmapStandin()
+        self.channels: list[Any] = []
+        self.made: list[Any] = []
+
+        def make_kvcr(*arguments: Any) -> Any:
+            self.made.append(arguments)
+            self.kvcr = kvcr(*arguments)
+            return self.kvcr
+
+        def make_channel(*arguments: Any) -> Any:
+            self.channels.append(channel(*arguments))
+            return self.channels[-1]
+
+        if not {"secondary_g2_slots", "control_ports"} & options.keys():
+            options["secondary_g2_slots"] = 64
+        with mock.patch.multiple(
+            manager, KVCR=make_kvcr, ZmqPeerControlChannel=make_channel, mmap=self.mmap
+        ):
+            super().__init__(**options)
+
+
+def _by_label(values: dict[tuple[str, ...], int]) -> dict[str, int]:
+    return {label: value for (label,), value in values.items()}

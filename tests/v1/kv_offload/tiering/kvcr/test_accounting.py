@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Whatever KVCR answers, in whatever pieces: one result for each job, and true."""
+
+from typing import Any, NamedTuple
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from kvcr.types import OpEntryStatus
+
+from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig, key
+from tests.v1.kv_offload.tiering.kvcr.standin import (
+    AT_PEER,
+    FAILED,
+    FETCHING,
+    HIT,
+    MISS,
+    ON_DISK,
+    SUCCESS,
+    FetchingStandin,
+    KvcrStandin,
+)
+
+KEYS = st.lists(st.integers(0, 11).map(key), max_size=9, unique=True)
+STATUSES = st.sampled_from(list(OpEntryStatus))
+
+
+class Given(NamedTuple):
+    """A job that has no result yet."""
+
+    is_load: bool
+    keys: list[bytes]
+    request_id: str
+    operations_before: int
+
+
+class Jobs(RuleBasedStateMachine):
+    """Two blocks an operation, four under way; the answers are hypothesis'."""
+
+    standin: type[KvcrStandin] = KvcrStandin
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = StandinRig(
+            kvcr=self.standin,
+            max_operation_bytes=2 * ROW_BYTES,
+            max_inflight_bytes=4 * ROW_BYTES,
+            **self.options,
+        )
+        self.jobs: dict[int, Given] = {}
+        # What KVCR said first of each block of each operation.
+        self.said: dict[tuple[int, bytes], OpEntryStatus] = {}
+        self.unsaid: list[tuple[int, dict[bytes, OpEntryStatus]]] = []
+
+    @rule(chosen=KEYS, is_load=st.booleans())
+    def submit(self, chosen: list[Any], is_load: bool) -> None:
+        submit = self.rig.load if is_load else self.rig.store
+        request_id = f"request {len(self.rig.given)}"
+        before = len(self.rig.kvcr.operations)
+        job = submit(chosen, range(len(chosen)), request_id)
+        self.jobs[job] = Given(is_load, list(chosen), request_id, before)
+
+    @rule(
+        number=st.integers(0, 11),
+        status=st.sampled_from([HIT, MISS, ON_DISK, AT_PEER, FETCHING]),
+    )
+    def move_a_block(self, number: int, status: Any) -> None:
+        self.rig.kvcr.statuses[key(number)] = status
+
+    @precondition(lambda self: self.rig.kvcr.operations)
+    @rule(data=st.data())
+    def answer_some(self, data: st.DataObject) -> None:
+        """A piece of any operation: new, repeated, or of one that is long over."""
+        handle = data.draw(st.sampled_from(sorted(self.rig.kvcr.operations)))
+        blocks = sorted(self.rig.kvcr.operations[handle].blocks)
+        chosen = data.draw(st.lists(st.sampled_from(blocks), unique=True))
+        self._answer(handle, {block: data.draw(STATUSES) for block in chosen})
+
+    @precondition(lambda self: self.rig.kvcr.operations)
+    @rule(data=st.data(), number=st.integers(50, 60))
+    def answer_too_much(self, data: st.DataObject, number: int) -> None:
+        handle = data.draw(st.sampled_from(sorted(self.rig.kvcr.operations)))
+        blocks = self.rig.kvcr.operations[handle].blocks
+        status = data.draw(STATUSES)
+        self._answer(handle, dict.fromkeys(blocks, status), {key(number): FAILED})
+
+    @rule(
+        handle=st.integers(-5, 0) | st.integers(10**6, 10**6 + 5), number=st.integers()
+    )
+    def answer_for_somebody_else(self, handle: int, number: int) -> None:
+        self.rig.kvcr.complete(handle, {key(number % 12): FAILED})
+
+    @rule()
+    def step(self) -> None:
+        for result in self.rig.poll():
+            job = self.jobs.pop(result.job_id)  # each one once
+            if not job.is_load:
+                continue
+            arrived = set(job.keys if result.success else result.successful_keys or ())
+            assert arrived <= set(job.keys)
+            for each in arrived:
+                assert self._was_delivered(job, each), f"{each!r} never arrived"
+
+    @invariant()
+    def what_is_outstanding_is_pending(self) -> None:
+        if self.jobs:
+            assert self.rig.tier.has_pending_work()
+
+    def teardown(self) -> None:
+        for _ in range(200):
+            if not self.jobs:
+                break
+            for handle, operation in list(self.rig.kvcr.operations.items()):
+                self._answer(handle, dict.fromkeys(operation.blocks, SUCCESS))
+            self.step()
+        assert self.jobs == {}
+        assert not self.rig.tier.has_pending_work()
+        if self.rig.tier._transfers.landings is not None:
+            assert self.rig.tier._transfers.landings._in_pool == 0
+
+    def _answer(
+        self,
+        handle: int,
+        statuses: dict[bytes, OpEntryStatus],
+        surplus: dict[bytes, OpEntryStatus] | None = None,
+    ) -> None:
+        for block, status in statuses.items():
+            self.said.setdefault((handle, block), status)
+        self.rig.kvcr.complete(handle, statuses | (surplus or {}))
+
+    def _was_delivered(self, job: Given, block: bytes) -> bool:
+        return any(
+            op.kind == "deliver"
+            and op.handle > job.operations_before
+            and op.request_id in (job.request_id, None)
+            and self.said.get((op.handle, block)) is SUCCESS
+            for op in self.rig.kvcr.operations.values()
+        )
+
+
+class LandingJobs(Jobs):
+    """The same where blocks from files land in KVCR's pool first."""
+
+    standin = FetchingStandin
+    options = {  # noqa: RUF012
+        "secondary_g2_slots": 16,
+        "g3": {"paths": "g3.data", "capacity_bytes_per_file": 16 * ROW_BYTES},
+        "verify_blocks": False,
+    }
+
+
+SETTINGS = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+TestJobs = Jobs.TestCase
+TestJobs.settings = SETTINGS
+TestLandingJobs = LandingJobs.TestCase
+TestLandingJobs.settings = SETTINGS

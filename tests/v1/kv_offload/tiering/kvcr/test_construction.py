@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What the tier checks before KVCR starts, and how it sets KVCR up."""
+
+import socket
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from kvcr.policy import FIFOPolicy, G3FIFOPolicy, G3LRUPolicy, LRUPolicy
+
+from tests.v1.kv_offload.tiering.kvcr.conftest import LogLines
+from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig
+from tests.v1.kv_offload.tiering.kvcr.standin import partial_spec
+from vllm.v1.kv_offload.base import Locality
+from vllm.v1.kv_offload.tiering.kvcr import manager
+from vllm.v1.kv_offload.tiering.kvcr.compat import shims
+
+SERVICE = {
+    "kvcr_service_socket_path": "/run/kvcr.sock",
+    "compatibility_digest": "v1",
+    "control_ports": [7001],
+}
+G3 = {"paths": "g3.data", "capacity_bytes_per_file": 10 * ROW_BYTES}
+
+
+# --- how KVCR is set up ----------------------------------------------------------
+
+
+def test_kvcr_gets_its_four_arguments_positionally() -> None:
+    rig = StandinRig(secondary_g2_slots=4)
+    (arguments,) = rig.made
+    assert len(arguments) == 4
+    assert arguments[3] is None
+
+
+def test_the_pool_layout_is_one_unnamed_pool_of_the_primary_rows() -> None:
+    rig = StandinRig(secondary_g2_slots=4, row_bytes=3 * ROW_BYTES)
+    assert rig.kvcr.config.pool_layouts == [("", 3 * ROW_BYTES)]
+    (memory,) = rig.mmap.made
+    assert len(memory) == 4 * 3 * ROW_BYTES
+    ((name, address, size),) = rig.kvcr.backend_configs.local_dram.pools
+    assert (name, size) == ("", len(memory))
+    assert rig.tier._pool is not None
+    assert address == rig.tier._pool.address
+
+
+def test_the_primary_tier_is_registered_as_it_lies() -> None:
+    rig = StandinRig(rows=5)
+    address = rig.memory.ctypes.data
+    assert rig.tier._primary_base_addr == address
+    assert rig.tier._primary_row_stride == ROW_BYTES
+    for name, value in shims.primary_region(address, ROW_BYTES, 5).items():
+        assert getattr(rig.kvcr.backend_configs, name) == value
+
+
+def test_options_reach_kvcr() -> None:
+    rig = StandinRig(
+        secondary_g2_slots=4,
+        control_ports=[7001],
+        operation_timeout_ms=700,
+        abandon_timeout_ms=1500,
+        enable_telemetry=True,
+        eager_ctrl_connect=False,
+        opportunistic_query=True,
+        metadata_retry_interval_ms=40,
+        local_dram_backend="LOCAL",
+        remote_fw_dram_backend="REMOTE",
+    )
+    config, backends = rig.kvcr.config, rig.kvcr.backend_configs
+    assert config.operation_timeout_ms == 700
+    assert config.abandon_timeout_ms == 1500
+    assert config.enable_telemetry is True
+    assert backends.local_dram.backend == "LOCAL"
+    remote = backends.remote_fw_dram
+    assert (remote.eager_ctrl_connect, remote.opportunistic_query) == (False, True)
+    assert (remote.metadata_retry_interval_ms, remote.backend) == (40, "REMOTE")
+    assert backends.g3 is None
+
+
+def test_files_reach_kvcr() -> None:
+    rig = StandinRig(g3=G3 | {"backend": "POSIX", "backend_options": {"ios": 8}})
+    files = rig.kvcr.backend_configs.g3
+    assert files.paths == (Path("g3.data"),)
+    assert files.capacity_bytes_per_file == G3["capacity_bytes_per_file"]
+    assert (files.backend, files.backend_options) == ("POSIX", {"ios": "8"})
+
+
+def test_work_on_files_is_not_cancelled_soon() -> None:
+    """NIXL may crash the process over a file operation that is cancelled."""
+    config = StandinRig(g3=G3, operation_timeout_ms=700).kvcr.config
+    assert config.operation_timeout_ms >= 60_000
+    assert config.abandon_timeout_ms >= 2 * config.operation_timeout_ms
+
+
+def test_each_tier_has_an_agent_name_of_its_own() -> None:
+    names = {StandinRig().kvcr.config.nixl_agent_name for _ in range(3)}
+    assert len(names) == 3
+
+
+def test_files_are_cut_to_whole_chunks() -> None:
+    rig = StandinRig(g3=G3 | {"capacity_bytes_per_file": 3 * ROW_BYTES + 1})
+    assert rig.kvcr.backend_configs.g3.capacity_bytes_per_file == 3 * ROW_BYTES
+
+
+def test_the_channel_gets_host_port_and_the_host_name_to_advertise() -> None:
+    rig = StandinRig(control_ports=[7001], control_host="127.0.0.1")
+    (channel,) = rig.channels
+    assert channel.arguments == ("127.0.0.1", 7001, socket.gethostname())
+    assert rig.kvcr.bindings.framework_control is channel
+
+
+def test_the_advertised_host_can_be_given() -> None:
+    rig = StandinRig(control_ports=[7001], control_advertise_host="10.0.0.5")
+    assert rig.channels[0].arguments[2] == "10.0.0.5"
+
+
+def test_without_control_ports_there_is_no_channel() -> None:
+    rig = StandinRig(secondary_g2_slots=4)
+    assert rig.channels == []
+    assert rig.kvcr.bindings.framework_control is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_local_rank_picks_the_port_and_the_guard(rank: int) -> None:
+    options = SERVICE | {"control_ports": [7001, 7002]}
+    rig = StandinRig(spec=partial_spec(rank), **options)
+    assert rig.channels[0].arguments[1] == [7001, 7002][rank]
+    guard = rig.kvcr.guard_config
+    assert guard.guard_index == rank
+    assert guard.kvcr_service_socket_path == "/run/kvcr.sock"
+    assert guard.compatibility_digest == "v1"
+
+
+def test_without_a_rank_the_guard_is_the_first() -> None:
+    assert StandinRig(**SERVICE).kvcr.guard_config.guard_index == 0
+
+
+def test_a_rank_without_a_port_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"control_ports.*rank 1"):
+        StandinRig(spec=partial_spec(1), control_ports=[7001])
+
+
+def test_the_services_pool_goes_before_an_own_one(tier_log: LogLines) -> None:
+    rig = StandinRig(**SERVICE, secondary_g2_slots=4)
+    assert rig.mmap.made == []
+    assert rig.kvcr.backend_configs.local_dram is None
+    assert any("secondary_g2_slots" in text for text in tier_log.texts())
+
+
+def test_a_derived_digest_needs_something_to_derive_it_from() -> None:
+    with pytest.raises(ValueError, match="compatibility_digest"):
+        StandinRig(**SERVICE | {"compatibility_digest": "auto"})
+    rig = StandinRig(**SERVICE | {"compatibility_digest": "auto"}, namespace="prod")
+    assert rig.kvcr.guard_config.compatibility_digest not in ("", "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("fifo", FIFOPolicy),
+        ("lru", LRUPolicy),
+        ("g3_fifo", G3FIFOPolicy),
+        ("g3_lru", G3LRUPolicy),
+        ("kvcr.policy.LRUPolicy", LRUPolicy),
+    ],
+)
+def test_policies_by_name(name: str, kind: type) -> None:
+    assert type(StandinRig(policy=name).kvcr.bindings.policy) is kind
+
+
+def test_without_a_policy_kvcr_chooses() -> None:
+    assert StandinRig().kvcr.bindings.policy is None
+
+
+@pytest.mark.parametrize("locality", list(Locality))
+def test_the_locality_is_the_tiers(locality: Locality) -> None:
+    assert StandinRig(locality=locality.value).tier.locality is locality
+    assert StandinRig().tier.locality is None
+
+
+# --- policies that cannot be had -------------------------------------------------
+
+
+def test_an_unknown_policy_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ValueError, match="policy") as refused:
+        StandinRig(policy="lfu")
+    for known in ("fifo", "lru", "g3_fifo", "g3_lru", "module.Class"):
+        assert known in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("no_such_module.Policy", "no_such_module"),
+        ("kvcr.policy.NoSuchPolicy", "NoSuchPolicy"),
+        ("..Policy", "Policy"),
+        ("kvcr..policy", "policy"),
+        (".", "."),
+        ("lru.", "lru."),
+    ],
+)
+def test_an_unresolvable_policy_is_refused_with_what_is_missing(
+    name: str, missing: str
+) -> None:
+    with pytest.raises(ValueError, match="policy") as refused:
+        StandinRig(policy=name)
+    assert missing in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["collections.OrderedDict", "os.getcwd", "kvcr.policy.logger"]
+)
+def test_what_is_no_policy_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match="policy"):
+        StandinRig(policy=name)
+
+
+def test_a_module_that_fails_to_import_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_kvcr_policy.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"policy.*broken_kvcr_policy"):
+        StandinRig(policy="broken_kvcr_policy.Policy")
+
+
+# --- KV events -------------------------------------------------------------------
+
+OWNED = [{"secondary_g2_slots": 4}, {"secondary_g2_slots": 4, "g3": G3}, SERVICE]
+
+
+@pytest.mark.parametrize("options", OWNED)
+def test_events_of_owned_blocks_have_to_describe_themselves(
+    options: dict[str, Any],
+) -> None:
+    with pytest.raises(ValueError, match="self_describing_kv_events"):
+        StandinRig(spec=partial_spec(events=True), **options)
+    rig = StandinRig(spec=partial_spec(events=True, described=True), **options)
+    assert rig.kvcr.bindings.inventory_sink is not None
+
+
+@pytest.mark.parametrize("options", OWNED)
+def test_with_events_off_a_warning_says_what_is_not_published(
+    options: dict[str, Any], tier_log: LogLines
+) -> None:
+    rig = StandinRig(spec=partial_spec(events=False), **options)
+    assert rig.kvcr.bindings.inventory_sink is None
+    assert any("not be published" in text for text in tier_log.texts())
+
+
+def test_a_tier_that_owns_nothing_has_nothing_to_describe(tier_log: LogLines) -> None:
+    StandinRig(spec=partial_spec(events=True), control_ports=[7001])
+    StandinRig(spec=partial_spec(events=False), control_ports=[7001])
+    assert tier_log.texts() == []
+
+
+# --- the primary tier's view -----------------------------------------------------
+
+
+def build_on(view: memoryview) -> Any:
+    with mock.patch.object(manager, "KVCR") as kvcr:
+        tier = manager.KVCRSecondaryTierManager(
+            partial_spec(), view, "kvcr", secondary_g2_slots=1
+        )
+    assert kvcr.called
+    return tier
+
+
+def array(rows: int = 4, row_bytes: int = ROW_BYTES) -> np.ndarray:
+    return np.zeros((rows, row_bytes), np.uint8)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8])
+def test_any_view_of_whole_rows_will_do(kind: Any) -> None:
+    memory = array().view(kind)
+    tier = build_on(memoryview(memory))
+    assert tier._primary_base_addr == memory.ctypes.data
+
+
+def test_wider_elements_have_a_wider_stride() -> None:
+    memory = array().view(np.int32)
+    assert build_on(memoryview(memory))._primary_row_stride == ROW_BYTES
+
+
+def read_only() -> memoryview:
+    memory = array()
+    memory.flags.writeable = False
+    return memoryview(memory)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        read_only(),
+        memoryview(array()[:, : ROW_BYTES // 2]),
+        memoryview(array()[::2]),
+        memoryview(array()[::-1]),
+        memoryview(array().T),
+        memoryview(np.asfortranarray(array())),
+        memoryview(array().reshape(2, 2, ROW_BYTES)),
+        memoryview(array().reshape(-1)),
+        memoryview(array(rows=0)),
+        memoryview(array(row_bytes=0)),
+    ],
+    ids=[
+        "read-only",
+        "half of each row",
+        "every other row",
+        "backwards",
+        "on its side",
+        "in Fortran's order",
+        "three dimensions",
+        "one dimension",
+        "no rows",
+        "empty rows",
+    ],
+)
+def test_a_view_that_would_give_wrong_addresses_is_refused(view: memoryview) -> None:
+    with (
+        mock.patch.object(manager, "KVCR") as kvcr,
+        pytest.raises(ValueError, match="primary tier"),
+    ):
+        manager.KVCRSecondaryTierManager(
+            partial_spec(), view, "kvcr", secondary_g2_slots=1
+        )
+    assert not kvcr.called
+
+
+@pytest.mark.parametrize("capacity", [1, ROW_BYTES - 1])
+def test_files_that_hold_no_chunk_are_refused(capacity: int) -> None:
+    with pytest.raises(ValueError, match=r"g3\.capacity_bytes_per_file"):
+        StandinRig(g3=G3 | {"capacity_bytes_per_file": capacity})
+
+
+def test_files_of_chunks_that_are_no_whole_pages_are_refused() -> None:
+    with pytest.raises(ValueError, match="g3"):
+        StandinRig(row_bytes=ROW_BYTES + 8, g3=G3)
+
+
+def test_a_pool_that_cannot_fit_is_refused_with_both_sizes() -> None:
+    slots = 1 << 40
+    with pytest.raises(ValueError, match="secondary_g2_slots") as refused:
+        StandinRig(secondary_g2_slots=slots)
+    assert f"{slots * ROW_BYTES:,}" in str(refused.value)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A KVCR that is gone, and memory that it cannot vouch for: the engine goes on."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from tests.v1.kv_offload.tiering.kvcr.busy import (
+    busy_rig,
+    in_thread,
+    transfer_error,
+    use_everything,
+)
+from tests.v1.kv_offload.tiering.kvcr.rig import (
+    StandinRig,
+    hint,
+    hinted_request,
+    key,
+    keys,
+    samples,
+    wait_until,
+)
+from tests.v1.kv_offload.tiering.kvcr.standin import (
+    FAILED,
+    HIT,
+    SUCCESS,
+    KvcrStandin,
+    RecordingParent,
+)
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+DEAD = RuntimeError("progress thread died")
+
+# --- a KVCR that is gone ---------------------------------------------------------
+
+
+def test_when_polling_raises_every_job_comes_back_once(tier_log: Any) -> None:
+    rig, _ = busy_rig()
+    rig.kvcr.statuses[key(1)] = HIT
+    rig.kvcr.raises["poll_completed"] = DEAD
+    rig.poll()
+    assert rig.lookup(key(1)) is LookupResult.MISS
+    rig.load([key(1)], [0])
+    rig.store([key(1)], [0])
+    late = rig.given[-2:]
+    rig.poll()
+    assert [rig.finished[job].success for job in late] == [False, False]
+    assert len(rig.kvcr.operations) == 3
+    drain = in_thread(rig.tier.drain_jobs)
+    drain.join(10)
+    assert not drain.is_alive()
+    rig.poll()
+    assert sorted(rig.finished) == sorted(rig.given)
+    loads = [rig.finished[job] for job in rig.given[:2]]
+    assert [result.success for result in loads] == [False, False]
+    assert [list(result.successful_keys or ()) for result in loads] == [[], []]
+    # KVCR may still have been writing for them: only its close proves it is not.
+    assert rig.kvcr.closed == 1
+    for _ in range(3):
+        rig.poll()
+        rig.tier.on_schedule_end(None)  # type: ignore[arg-type]
+    errors = tier_log.texts(level=40)
+    assert len(errors) == 1
+    assert "progress thread died" in errors[0]
+    assert not rig.tier.has_pending_work()
+    rig.tier.shutdown()
+    assert rig.kvcr.closed == 1
+
+
+def test_loads_under_way_stay_reserved_until_native_code_has_stopped() -> None:
+    closing = threading.Event()
+
+    class SlowClose(KvcrStandin):
+        def close(self) -> None:
+            closing.wait(10)
+            super().close()
+
+    rig, _ = busy_rig(kvcr=SlowClose)
+    rig.kvcr.raises["poll_completed"] = DEAD
+    rig.poll()
+    rig.poll()
+    loads, store = rig.given[:2], rig.given[2]
+    assert store in rig.finished, "nobody reads what a store wrote"
+    assert not set(loads) & rig.finished.keys()
+    drain = in_thread(rig.tier.drain_jobs)
+    drain.join(0.05)
+    assert drain.is_alive()
+    closing.set()
+    drain.join(10)
+    assert not drain.is_alive()
+    rig.poll()
+    assert sorted(rig.finished) == sorted(rig.given)
+
+
+@pytest.mark.parametrize(
+    ("broken", "use"),
+    [
+        ("query", lambda rig: rig.lookup(key(1))),
+        ("poll_completed", lambda rig: rig.poll()),
+        ("deliver", lambda rig: rig.load([key(1)], [0])),
+        ("deposit", lambda rig: rig.store([key(1)], [0])),
+        ("get_stats", lambda rig: rig.tier.get_stats()),
+        (
+            "submit_hint",
+            lambda rig: rig.tier.on_new_request(hinted_request("x", hint())),
+        ),
+        (
+            "discard_hint",
+            lambda rig: (
+                rig.tier.on_new_request(hinted_request("x", hint())),
+                rig.tier.on_request_finished(ReqContext("x")),
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "error", [DEAD, OSError("no device")], ids=lambda error: type(error).__name__
+)
+def test_whatever_raises_first_the_tier_fails_and_the_engine_goes_on(
+    broken: str, use: Any, error: Exception, tier_log: Any
+) -> None:
+    rig, _ = busy_rig(enable_telemetry=True)
+    rig.kvcr.raises[broken] = error
+    use(rig)
+    use_everything(rig)
+    assert sorted(rig.finished) == sorted(rig.given)
+    assert len(tier_log.texts(level=40)) == 1
+    state = samples(rig.tier.get_stats()).get("vllm:kvcr_tier_state")
+    assert state is None or state[("failed", "backend_failed")] == 1
+
+
+def test_a_failed_tier_declines_stores() -> None:
+    rig = StandinRig()
+    assert rig.tier.bp_detector is None
+    rig.kvcr.raises["poll_completed"] = DEAD
+    rig.poll()
+    assert rig.tier.bp_detector is not None
+    assert rig.tier.bp_detector.should_store(1) is False
+
+
+def test_a_failure_is_told_to_no_peer_that_waits() -> None:
+    rig = StandinRig(control_ports=[7001])
+    parent = RecordingParent({key(1): 0})
+    rig.kvcr.want(key(1))
+    rig.poll()
+    rig.kvcr.raises["poll_completed"] = DEAD
+    rig.poll()
+    rig.tier.serve_external_requests(parent)
+    assert parent.calls == []
+    wait_until(lambda: not rig.tier.has_pending_work() or rig.poll(), "idleness")
+
+
+# --- memory that a failed transfer may still touch -------------------------------
+
+
+def test_a_load_whose_memory_is_uncertain_is_held_until_it_is_quiesced() -> None:
+    rig = StandinRig(control_ports=[7001], remote_landing="primary")
+    tell = rig.kvcr.bindings.on_resilience_event
+    rig.load(keys(2), range(2))
+    fields = {
+        "op_handle": 1,
+        "destination_regions": [object()],
+        "destination_owner": "framework",
+    }
+    tell(transfer_error("uncertain", **fields))
+    rig.kvcr.complete_all(FAILED)
+    assert rig.poll() == []
+    drain = in_thread(rig.tier.drain_jobs)
+    drain.join(0.05)
+    assert drain.is_alive()
+    tell(transfer_error("quiesced", **fields))
+    drain.join(10)
+    assert not drain.is_alive()
+    assert [result.success for result in rig.poll()] == [False]
+
+
+def test_the_first_outcome_of_a_load_that_is_held_counts() -> None:
+    rig = StandinRig(control_ports=[7001], remote_landing="primary")
+    tell = rig.kvcr.bindings.on_resilience_event
+    rig.load(keys(2), range(2))
+    fields = {
+        "op_handle": 1,
+        "destination_regions": [object()],
+        "destination_owner": "framework",
+    }
+    tell(transfer_error("uncertain", **fields))
+    rig.kvcr.complete_all(SUCCESS)
+    rig.kvcr.complete_all(FAILED)
+    assert rig.poll() == []
+    tell(transfer_error("quiesced", **fields))
+    assert [result.success for result in rig.poll()] == [True]
+
+
+def test_a_pin_whose_memory_is_uncertain_is_held_until_it_is_quiesced() -> None:
+    rig, parent = busy_rig()
+    rig.kvcr.complete_all()
+    rig.poll()
+    tell = rig.kvcr.bindings.on_resilience_event
+    fields = {
+        "op_handle": 5,
+        "source_blocks": {key(90): [object()]},
+        "source_owners": {key(90): "framework"},
+    }
+    handle = f"kvcr-job-{parent.jobs[0].job_id}"
+    tell(transfer_error("uncertain", **fields))
+    rig.kvcr.unpin(handle)
+    assert rig.poll() == []
+    assert rig.kvcr.releases == [(handle, False)]
+    tell(transfer_error("quiesced", **fields))
+    rig.kvcr.unpin(handle)
+    assert [result.success for result in rig.poll()] == [True]
+
+
+def test_a_stalled_source_is_degraded_once_and_shown(tier_log: Any) -> None:
+    rig = StandinRig(control_ports=[7001], enable_telemetry=True)
+    for _ in range(3):
+        rig.kvcr.bindings.on_resilience_event(RuntimeError("source progress stalled"))
+    assert len([t for t in tier_log.texts() if "stalled" in t]) == 1
+    state = samples(rig.tier.get_stats())["vllm:kvcr_tier_state"]
+    assert state[("degraded", "source_stalled")] == 1
+    rig.kvcr.statuses[key(1)] = HIT
+    assert rig.lookup(key(1)) is LookupResult.HIT

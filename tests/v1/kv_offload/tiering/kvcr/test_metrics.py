@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Metrics: KVCR's and the tier's, declared before they are emitted."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvcr import (
+    DURATION_METRIC,
+    STATE_METRIC,
+    TRANSFER_BLOCKS_METRIC,
+    TRANSFER_BYTES_METRIC,
+)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from tests.v1.kv_offload.tiering.kvcr.rig import (
+    StandinRig,
+    hinted_request,
+    key,
+    samples,
+)
+from tests.v1.kv_offload.tiering.kvcr.standin import KeepingStandin
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadPromMetrics,
+)
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+)
+from vllm.v1.kv_offload.tiering.kvcr.manager import KVCRSecondaryTierManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+TELEMETRY = {"type": "kvcr", "secondary_g2_slots": 64, "enable_telemetry": True}
+DEFINITIONS = KVCRSecondaryTierManager.build_metric_definitions(TELEMETRY)
+
+
+def telemetry_rig(**options: Any) -> StandinRig:
+    return StandinRig(enable_telemetry=True, **options)
+
+
+# --- definitions -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "labels"),
+    [
+        (DURATION_METRIC, OffloadingHistogramMetadata, ("scope", "result")),
+        (TRANSFER_BYTES_METRIC, OffloadingCounterMetadata, ("operation",)),
+        (TRANSFER_BLOCKS_METRIC, OffloadingCounterMetadata, ("operation",)),
+        (STATE_METRIC, OffloadingGaugeMetadata, ("resource",)),
+    ],
+)
+def test_kvcrs_metrics_keep_their_names_behind_vllms_prefix(
+    name: str, kind: type, labels: tuple[str, ...]
+) -> None:
+    definition = DEFINITIONS[f"vllm:{name}"]
+    assert type(definition) is kind
+    assert definition.labelnames == labels
+    assert definition.documentation
+    if isinstance(definition, OffloadingHistogramMetadata):
+        buckets = definition.buckets
+        assert buckets
+        assert list(buckets) == sorted(set(buckets))
+
+
+def test_every_name_has_vllms_prefix_once() -> None:
+    for name in DEFINITIONS:
+        assert name.startswith("vllm:")
+        assert name.count("vllm:") == 1
+
+
+@pytest.mark.parametrize("value", [False, "false", 0, "off"])
+def test_without_telemetry_nothing_is_declared(value: Any) -> None:
+    options = TELEMETRY | {"enable_telemetry": value}
+    assert KVCRSecondaryTierManager.build_metric_definitions(options) == {}
+    assert KVCRSecondaryTierManager.build_metric_definitions({"type": "kvcr"}) == {}
+
+
+# --- stats -----------------------------------------------------------------------
+
+
+def test_without_telemetry_there_are_no_stats() -> None:
+    rig = StandinRig()
+    assert rig.kvcr.bindings.stats_factory is None
+    rig.lookup(key(1))
+    assert rig.tier.get_stats() is None
+    assert rig.kvcr.calls == ["query"]
+
+
+def test_kvcrs_stats_are_handed_on_as_they_are() -> None:
+    rig = telemetry_rig()
+    stats = rig.tier.get_stats()
+    assert stats is rig.kvcr.stats_given[-1]
+    assert samples(stats) == {}
+
+
+def test_what_kvcr_records_gets_the_prefix_at_the_border() -> None:
+    rig = telemetry_rig()
+    stats = rig.kvcr.bindings.stats_factory()
+    stats.observe_histogram(DURATION_METRIC, 0.5, ("local_fill", "success"))
+    stats.increase_counter(TRANSFER_BYTES_METRIC, 4096, ("local_fill",))
+    stats.increase_counter(TRANSFER_BLOCKS_METRIC, 1, ("local_fill",))
+    stats.set_gauge(STATE_METRIC, 3, ("block_records",))
+    assert samples(stats) == {
+        f"vllm:{DURATION_METRIC}": {("local_fill", "success"): [0.5]},
+        f"vllm:{TRANSFER_BYTES_METRIC}": {("local_fill",): 4096},
+        f"vllm:{TRANSFER_BLOCKS_METRIC}": {("local_fill",): 1},
+        f"vllm:{STATE_METRIC}": {("block_records",): 3},
+    }
+    assert not stats.is_empty()
+    assert stats.reduce()
+
+
+def test_each_snapshot_is_one_of_its_own() -> None:
+    factory = telemetry_rig().kvcr.bindings.stats_factory
+    assert factory() is not factory()
+    assert factory().is_empty()
+
+
+def test_losses_are_counted_once() -> None:
+    rig = telemetry_rig()
+    for number in range(3):
+        rig.lookup(key(number))
+    assert rig.losses() == {"not_resident": 3}
+    assert rig.losses() == {}
+
+
+def test_a_kvcr_without_stats_still_reports_losses() -> None:
+    rig = telemetry_rig()
+    rig.kvcr.bindings = SimpleNamespace(stats_factory=None, poll_pin_results=lambda: ())
+    assert rig.tier.get_stats() is None
+    rig.lookup(key(1))
+    assert rig.losses() == {"not_resident": 1}
+
+
+def test_stats_that_cannot_be_had_fail_the_tier_and_say_so() -> None:
+    rig = telemetry_rig()
+    rig.kvcr.raises["get_stats"] = RuntimeError("progress thread died")
+    state = samples(rig.tier.get_stats())["vllm:kvcr_tier_state"]
+    assert state[("failed", "backend_failed")] == 1
+    assert state[("healthy", "none")] == 0
+    assert rig.kvcr.calls.count("get_stats") == 1
+    rig.tier.get_stats()
+    assert rig.kvcr.calls.count("get_stats") == 1
+
+
+# --- as vLLM exports them --------------------------------------------------------
+
+
+def exporter(*tiers: dict[str, Any]) -> tuple[OffloadPromMetrics, CollectorRegistry]:
+    """vLLM's own exporter for an engine with these tiers; registering a name twice
+    raises."""
+    registry = CollectorRegistry()
+    extra = {
+        "spec_name": TieringOffloadingSpec.__name__,
+        "cpu_bytes_to_use": 1 << 20,
+        "secondary_tiers": list(tiers),
+    }
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra)
+    )
+    kinds = {
+        kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
+    }
+    exporter = OffloadPromMetrics(config, kinds, ["engine"], {0: ["0"]})  # type: ignore[arg-type]
+    return exporter, registry
+
+
+def busy_stats(**options: Any) -> Any:
+    """Stats of a tier on which something of everything happened."""
+    options |= {"secondary_g2_slots": 8, "control_ports": [7001]}
+    rig = telemetry_rig(kvcr=KeepingStandin, **options)
+    rig.kvcr.keep(rig.memory)
+    rig.result_of(rig.store([key(1), key(2)], [0, 1]))
+    rig.result_of(rig.load([key(1), key(3)], [2, 3]))
+    rig.lookup(key(9))
+    rig.tier.on_new_request(hinted_request("r", 7))
+    return rig.tier.get_stats()
+
+
+def test_vllms_exporter_takes_everything_that_is_emitted() -> None:
+    metrics, registry = exporter(TELEMETRY)
+    stats = busy_stats()
+    assert set(samples(stats)) <= set(DEFINITIONS)
+    metrics.observe(stats.data, 0)
+    lost = registry.get_sample_value(
+        "vllm:kvcr_tier_lost_blocks_total", {"engine": "0", "reason": "load_failed"}
+    )
+    assert lost == 1
+
+
+def test_two_tiers_of_one_engine_share_their_metrics() -> None:
+    other = TELEMETRY | {"secondary_g2_slots": 8, "policy": "lru"}
+    assert KVCRSecondaryTierManager.build_metric_definitions(other) == DEFINITIONS
+    metrics, registry = exporter(TELEMETRY, other)
+    both = busy_stats().aggregate(busy_stats())
+    metrics.observe(both.data, 0)
+    lost = registry.get_sample_value(
+        "vllm:kvcr_tier_lost_blocks_total", {"engine": "0", "reason": "load_failed"}
+    )
+    assert lost == 2
+
+
+def test_labels_are_from_bounded_sets() -> None:
+    from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Lost
+
+    labels = [reason.label for reason in Lost]
+    assert len(labels) == len(set(labels)) == len(Lost)
+    rig = telemetry_rig(control_ports=[7001])
+    for number in range(200):
+        rig.tier.on_new_request(hinted_request(f"r{number}", {"x": [number]}))
+        rig.tier.on_new_request(hinted_request(f"r{number}", number))
+    assert len(rig.ignored_hints()) <= 2

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Namespaces: the same for the same bytes, another one for everything else."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvcr.types import CacheTier, InventoryEvent
+
+from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig, key, samples
+from tests.v1.kv_offload.tiering.kvcr.standin import (
+    FAILED,
+    HIT,
+    SUCCESS,
+    RecordingParent,
+    partial_spec,
+)
+from vllm.v1.kv_offload.base import LookupResult, OffloadingKVEventsConfig
+from vllm.v1.kv_offload.tiering.kvcr.namespace import SIZE, Namespace, make_namespace
+from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import LOST_BLOCKS
+
+ROW = 4096
+FULL: dict[str, Any] = {
+    "model": "org/model",
+    "dtype": "bfloat16",
+    "tokens_per_block": (16, 32),
+    "tokens_per_hash": 16,
+    "blocks_per_chunk": 2,
+    "world_size": 4,
+    "tp_size": 4,
+    "pp_size": 1,
+    "agnostic": False,
+    "worker_bytes": 1024,
+    "canonical": False,
+    "layout": "NHD",
+}
+NAMED_BY = {
+    "model": "model",
+    "dtype": "kv_dtype",
+    "tokens_per_block": "groups",
+    "tokens_per_hash": "groups",
+    "blocks_per_chunk": "groups",
+    "world_size": "parallel",
+    "tp_size": "parallel",
+    "pp_size": "parallel",
+    "agnostic": "parallel",
+    "worker_bytes": "block_bytes",
+    "canonical": "layout",
+    "layout": "layout",
+}
+
+
+def full_spec(**changes: Any) -> Any:
+    v = FULL | changes
+    return SimpleNamespace(
+        kv_events_config=OffloadingKVEventsConfig(False, False),
+        config=SimpleNamespace(
+            groups=[
+                SimpleNamespace(tokens_per_block=tokens)
+                for tokens in v["tokens_per_block"]
+            ],
+            model=SimpleNamespace(name=v["model"], dtype=v["dtype"]),
+            cache=SimpleNamespace(
+                tokens_per_hash=v["tokens_per_hash"],
+                blocks_per_chunk=v["blocks_per_chunk"],
+            ),
+            parallel=SimpleNamespace(
+                data_parallel_rank_local=None,
+                world_size=v["world_size"],
+                tp_size=v["tp_size"],
+                pp_size=v["pp_size"],
+                pcp_size=1,
+                dcp_size=1,
+                is_parallelism_agnostic=v["agnostic"],
+            ),
+            worker_kv_bytes_per_block=v["worker_bytes"],
+            canonical_layout=v["canonical"],
+            kv_cache_layout=v["layout"],
+            replicated_layout=False,
+        ),
+    )
+
+
+def auto(row_bytes: int = ROW, **changes: Any) -> Namespace:
+    return make_namespace("auto", full_spec(**changes), row_bytes)
+
+
+def test_the_same_engine_has_the_same_namespace() -> None:
+    assert auto() == auto()
+    assert len(auto().prefix) == SIZE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "org/other"},
+        {"dtype": "fp8"},
+        {"tokens_per_block": (16,)},
+        {"tokens_per_hash": 32},
+        {"blocks_per_chunk": 1},
+        {"world_size": 2},
+        {"tp_size": 2},
+        {"pp_size": 2},
+        {"agnostic": True},
+        {"worker_bytes": 2048},
+        {"canonical": True},
+        {"layout": "HND"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_defines_the_bytes_defines_the_namespace(changes: dict[str, Any]) -> None:
+    ours, theirs = auto(), auto(**changes)
+    assert ours.prefix != theirs.prefix
+    foreign = theirs.prefix + key(1)
+    named = ours.difference(foreign, len(foreign))
+    assert NAMED_BY[next(iter(changes))] in named
+
+
+def test_the_row_size_and_the_hash_seed_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = auto()
+    assert auto(row_bytes=2 * ROW).prefix != ours.prefix
+    monkeypatch.setenv("PYTHONHASHSEED", "4711")
+    assert auto().prefix != ours.prefix
+
+
+def test_ranks_of_an_agnostic_layout_share_blocks() -> None:
+    assert auto(agnostic=True) == auto(agnostic=True, tp_size=2, world_size=2)
+
+
+@pytest.mark.parametrize("option", ["off", False, None, ""])
+def test_a_namespace_can_be_turned_off(option: Any) -> None:
+    assert make_namespace(option, full_spec(), ROW).prefix == b""
+
+
+@pytest.mark.parametrize("option", ["auto", True])
+def test_a_partial_spec_has_none(option: Any) -> None:
+    assert make_namespace(option, partial_spec(), ROW).prefix == b""
+
+
+@given(st.text(min_size=1), st.text(min_size=1))
+def test_a_given_text_is_the_whole_namespace(one: str, other: str) -> None:
+    spoken_for = {"auto", "off"}
+    if {one, other} & spoken_for:
+        return
+    mine = make_namespace(one, full_spec(), ROW)
+    assert mine == make_namespace(one, full_spec(model="another"), 2 * ROW)
+    assert (mine == make_namespace(other, full_spec(), ROW)) == (one == other)
+
+
+@given(st.binary(max_size=80))
+def test_no_foreign_key_breaks_the_naming(foreign: bytes) -> None:
+    own = len(auto().prefix + key(1))
+    for each in (foreign, foreign.ljust(own, b"x")[:own]):
+        assert auto().difference(each, own)
+        assert Namespace().difference(each, own)
+
+
+def test_kvcr_sees_namespaced_keys_and_vllm_does_not() -> None:
+    rig = StandinRig(spec=full_spec())
+    prefix = auto().prefix
+    rig.kvcr.statuses[prefix + key(1)] = HIT
+    assert rig.lookup(key(1)) is LookupResult.HIT
+    rig.load([key(1)], [0])
+    assert list(rig.kvcr.last.blocks) == [prefix + key(1)]
+    rig.kvcr.complete_all()
+    (result,) = rig.poll()
+    assert result.success
+
+
+def test_what_arrived_is_named_in_vllms_keys() -> None:
+    rig = StandinRig(spec=full_spec())
+    prefix = auto().prefix
+    rig.load([key(1), key(2)], [0, 1])
+    rig.kvcr.complete(1, {prefix + key(1): FAILED, prefix + key(2): SUCCESS})
+    (result,) = rig.poll()
+    assert list(result.successful_keys or ()) == [key(2)]
+
+
+def test_peers_and_kvcr_use_block_keys_and_vllm_its_own() -> None:
+    rig = StandinRig(spec=full_spec(), control_ports=[7001])
+    block_key = auto().prefix + key(1)
+    parent = RecordingParent({key(1): 3})
+    rig.kvcr.want(block_key)
+    rig.poll()
+    rig.tier.serve_external_requests(parent)
+    ((_, blocks),) = rig.kvcr.pin_answers.values()
+    assert list(blocks) == [block_key]
+    assert blocks[block_key] is not None
+    assert ("lookup", key(1)) in parent.calls
+
+
+def test_events_name_vllms_keys() -> None:
+    spec = full_spec()
+    spec.kv_events_config = OffloadingKVEventsConfig(True, True)
+    rig = StandinRig(spec=spec)
+    block_key = auto().prefix + key(1)
+    rig.kvcr.bindings.inventory_sink(
+        InventoryEvent((block_key,), CacheTier.LOCAL_G2, False)  # type: ignore[arg-type]
+    )
+    (event,) = rig.tier.take_events()
+    assert event.keys == [key(1)]
+
+
+def test_a_foreign_peers_key_is_a_miss_that_names_what_differs(
+    tier_log: Any,
+) -> None:
+    rig = StandinRig(spec=full_spec(), control_ports=[7001], enable_telemetry=True)
+    parent = RecordingParent({key(1): 3})
+    foreign = auto(dtype="fp8").prefix + key(1)
+    rig.kvcr.want(foreign)
+    rig.poll()
+    rig.tier.serve_external_requests(parent)
+    assert list(rig.kvcr.pin_answers.values()) == [None]
+    assert parent.jobs == []
+    lost = samples(rig.tier.get_stats())[LOST_BLOCKS]
+    assert lost == {("foreign",): 1}
+    for _ in range(3):
+        rig.tier.on_schedule_end(None)  # type: ignore[arg-type]
+    assert len([text for text in tier_log.texts() if "kv_dtype" in text]) == 1

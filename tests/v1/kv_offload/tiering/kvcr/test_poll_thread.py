@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The tier and KVCR under vLLM's tier-poll thread: two threads, one lock, real KVCR.
+
+From vLLM 0.33 on a thread polls the tier every millisecond, between the scheduler's
+calls and under the manager's lock. Here it does not pause, so that the two interleave
+as often as they can.
+"""
+
+import threading
+
+import numpy as np
+
+from tests.v1.kv_offload.tiering.kvcr.rig import Rig, free_port, keys
+from tests.v1.kv_offload.tiering.kvcr.standin import RecordingParent
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+OPERATIONS = 100_000
+ROWS = 64
+KEYS = keys(256)
+
+
+def test_a_hundred_thousand_operations() -> None:
+    rig = Rig(
+        rows=ROWS,
+        secondary_g2_slots=128,
+        control_ports=[free_port()],
+        control_host="127.0.0.1",
+        control_advertise_host="127.0.0.1",
+    )
+    lock = threading.Lock()
+    stop = threading.Event()
+    polls = 0
+    faults: list[BaseException] = []
+
+    def poll() -> None:
+        nonlocal polls
+        parent = RecordingParent()
+        try:
+            while not stop.is_set():
+                with lock:
+                    rig.poll()
+                    rig.tier.serve_external_requests(parent)
+                    polls += 1
+                # Locks are not fair: without a gap the other thread never gets in.
+                stop.wait(0.00001)
+        except BaseException as fault:
+            faults.append(fault)
+
+    random = np.random.default_rng(7)
+    expected = random.integers(0, 256, (len(KEYS), rig.memory.shape[1]), np.uint8)
+    thread = threading.Thread(target=poll)
+    thread.start()
+    done = loaded = 0
+    try:
+        while done < OPERATIONS and not faults:
+            first = int(random.integers(0, len(KEYS) - 16))
+            part = KEYS[first : first + 16]
+            with lock:
+                rig.memory[:16] = expected[first : first + 16]
+                store = rig.store(part, range(16))
+            finish(rig, lock, store)
+            with lock:
+                rig.memory[16:32] = 0
+                # vLLM loads what is a hit, and the pool is smaller than the keys.
+                found = [
+                    number
+                    for number in range(first, first + 16)
+                    if rig.tier.lookup(KEYS[number], ReqContext("r"))
+                    is LookupResult.HIT
+                ]
+                load = rig.load([KEYS[n] for n in found], range(16, 16 + len(found)))
+            result = finish(rig, lock, load)
+            assert result.success
+            assert (rig.memory[16 : 16 + len(found)] == expected[found]).all()
+            done += 16 * 3
+            loaded += len(found)
+            for number in random.integers(0, len(KEYS), 200):
+                with lock:
+                    rig.tier.lookup(KEYS[number], ReqContext("r"))
+            done += 200
+    finally:
+        stop.set()
+        thread.join(30)
+        rig.tier.shutdown()
+    assert not faults
+    assert loaded > 1000
+    assert polls > 1000
+    assert sorted(rig.finished) == rig.given
+
+
+def finish(rig: Rig, lock: threading.Lock, job_id: int) -> object:
+    """Wait for the poll thread to bring a job's result."""
+    waited = threading.Event()
+    for _ in range(60_000):
+        with lock:
+            if job_id in rig.finished:
+                return rig.finished[job_id]
+        waited.wait(0.0005)
+    raise AssertionError(f"job {job_id} never ended")

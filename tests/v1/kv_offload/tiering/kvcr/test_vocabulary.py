@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""KVCR's vocabulary: everything that the installed kvcr can say has a row.
+
+Fails on a kvcr that says something new, before an engine meets it.
+"""
+
+import importlib
+import inspect
+import pkgutil
+
+import kvcr
+import pytest
+from kvcr.types import CacheTier, OpEntryStatus, QueryStatus
+
+from vllm.v1.kv_offload.base import LookupResult, Medium
+from vllm.v1.kv_offload.tiering.kvcr.compat import shims
+from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import (
+    ENTRIES,
+    FAULTS,
+    LOOKUPS,
+    MEDIA,
+    Entry,
+    Fault,
+    fault_of,
+)
+
+
+def kvcr_exceptions() -> list[type[BaseException]]:
+    """Each exception type that a module of kvcr defines, private ones apart: those
+    do not leave kvcr."""
+    found: set[type[BaseException]] = set()
+    for module_info in pkgutil.walk_packages(kvcr.__path__, "kvcr."):
+        if module_info.name.rpartition(".")[2].startswith("_"):
+            continue  # as __main__, which would run
+        module = importlib.import_module(module_info.name)
+        found.update(
+            kind
+            for name, kind in inspect.getmembers(module, inspect.isclass)
+            if issubclass(kind, BaseException)
+            and kind.__module__.partition(".")[0] == "kvcr"
+            and not name.startswith("_")
+        )
+    return sorted(found, key=lambda kind: kind.__name__)
+
+
+EXCEPTIONS = kvcr_exceptions()
+
+
+def test_the_walk_finds_what_is_known_to_be_there() -> None:
+    from kvcr.types import TransferError
+
+    assert TransferError in EXCEPTIONS
+    assert kvcr.KVCRServiceError in EXCEPTIONS
+
+
+@pytest.mark.parametrize("kind", EXCEPTIONS, ids=lambda kind: kind.__name__)
+def test_every_exception_of_kvcrs_has_a_row(kind: type[BaseException]) -> None:
+    assert kind in FAULTS
+
+
+def test_no_row_is_for_an_exception_that_kvcr_does_not_have() -> None:
+    own = {kind for kind in FAULTS if kind.__module__.partition(".")[0] == "kvcr"}
+    assert own <= set(EXCEPTIONS)
+
+
+@pytest.mark.parametrize("status", QueryStatus)
+def test_every_query_status_has_a_row(status: QueryStatus) -> None:
+    assert isinstance(LOOKUPS[status], LookupResult)
+
+
+@pytest.mark.parametrize("status", OpEntryStatus)
+def test_every_entry_status_has_a_row(status: OpEntryStatus) -> None:
+    assert isinstance(ENTRIES[status], Entry)
+
+
+@pytest.mark.parametrize("tier", CacheTier)
+def test_every_cache_tier_has_a_row(tier: CacheTier) -> None:
+    assert MEDIA[tier] is None or isinstance(MEDIA[tier], Medium)
+
+
+def test_the_rows_say_what_was_agreed() -> None:
+    assert {status.name: result.name for status, result in LOOKUPS.items()} == {
+        "HIT": "HIT",
+        "FETCHABLE": "HIT",
+        "FETCHING": "RETRY",
+        "MISS": "MISS",
+    }
+    assert ENTRIES[OpEntryStatus.SUCCESS] is Entry.DONE
+    assert ENTRIES[OpEntryStatus.DROPPED] is Entry.DROPPED
+    assert ENTRIES[OpEntryStatus.FAILED] is Entry.FAILED
+    assert MEDIA[CacheTier.LOCAL_G2] is Medium.CPU
+    assert MEDIA[CacheTier.G3] is Medium.STORAGE
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (shims.KVCRStartupError("x"), Fault.NATIVE_ALIVE),
+        (kvcr.KVCRSocketError("x"), Fault.STARTUP),
+        (ValueError("x"), Fault.HINT),
+        (UnicodeDecodeError("utf-8", b"x", 0, 1, "x"), Fault.HINT),
+        (KeyError("x"), Fault.HINT),
+        (ZeroDivisionError("x"), Fault.HINT),
+        (RecursionError("x"), Fault.HINT),
+        (RuntimeError("x"), Fault.BACKEND),
+        (OSError("x"), Fault.BACKEND),
+        (MemoryError("x"), Fault.BACKEND),
+        (KeyboardInterrupt(), Fault.BACKEND),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_the_most_specific_row_counts(error: BaseException, fault: Fault) -> None:
+    assert fault_of(error) is fault

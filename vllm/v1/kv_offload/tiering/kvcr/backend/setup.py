@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""How KVCR is set up: from the options and the primary tier's shape to KVCR's words.
+
+Pure functions; nothing here starts anything.
+"""
+
+import ctypes
+import socket
+from dataclasses import dataclass, replace
+from mmap import PAGESIZE
+from typing import Any
+
+from kvcr import KVCRServiceError
+from kvcr.config import (
+    G3Options,
+    KVCRBackendConfigs,
+    KVCRConfig,
+    KVCRGuardConfig,
+    LocalDramOptions,
+    RemoteFWDramOptions,
+)
+
+from vllm.v1.kv_offload.tiering.kvcr.compat import shims
+from vllm.v1.kv_offload.tiering.kvcr.config import G3Config, OptionError, TierConfig
+from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace
+from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import Limits
+
+_LANDING_POOL_BYTES = 256 << 20
+_LANDING_SLOTS = (8, 256)
+# NIXL wants a port to listen on and picks a free one for 0. Peers never dial it: they
+# exchange NIXL's metadata over the control channel.
+_ANY_PORT = 0
+
+
+@dataclass(frozen=True)
+class Primary:
+    """The primary tier's memory: ``rows`` chunks of ``row_bytes`` from ``address``."""
+
+    address: int
+    row_bytes: int
+    rows: int
+
+
+def primary_of(view: memoryview) -> Primary:
+    """Read the primary tier's shape off its view.
+
+    Raises:
+        ValueError: the view is not the ``(num_chunks, row_stride_bytes)`` one that
+            vLLM promises. Addresses derived from another would be wrong.
+    """
+    if view.readonly:
+        raise ValueError("the primary tier's memory is read-only")
+    if view.ndim != 2 or not view.c_contiguous:
+        raise ValueError(
+            "the primary tier's memory must be a C-contiguous view of shape "
+            f"(num_chunks, row_stride_bytes), not {view.shape} with strides "
+            f"{view.strides}"
+        )
+    assert view.shape is not None
+    assert view.strides is not None
+    rows, row_bytes = view.shape[0], view.strides[0]
+    if not view.nbytes:
+        raise ValueError(
+            f"the primary tier's memory, of shape {view.shape}, is empty; raise "
+            "cpu_bytes_to_use"
+        )
+    exported = ctypes.c_char.from_buffer(view)
+    return Primary(ctypes.addressof(exported), row_bytes, rows)
+
+
+def check_events(config: TierConfig, events: Any) -> str | None:
+    """Whether KV events can carry what KVCR owns; a warning, if there is one.
+
+    Raises:
+        OptionError: events are on, and would not say what KVCR's blocks are.
+    """
+    if not config.owns_inventory:
+        return None
+    if not events.enable_kv_cache_events:
+        return (
+            "KV events are off, so that what KVCR holds will not be published and "
+            "routers will not know of it"
+        )
+    if not events.self_describing_kv_events:
+        raise OptionError(
+            "kvcr tier: with KV events on, blocks that KVCR owns (secondary_g2_slots, "
+            "kvcr_service_socket_path, g3) need self_describing_kv_events: true in "
+            "kv_connector_extra_config, so that routers can tell what they are"
+        )
+    return None
+
+
+def advertise_host(config: TierConfig) -> str:
+    return config.control_advertise_host or socket.gethostname()
+
+
+def pool_slots(config: TierConfig, primary: Primary) -> tuple[int, str]:
+    """Chunks of the pool that this process has to provide, and the option's name."""
+    if config.kvcr_service_socket_path is not None:
+        return 0, ""
+    if config.secondary_g2_slots:
+        return config.secondary_g2_slots, "secondary_g2_slots"
+    if not config.serves_peers or config.remote_landing == "primary":
+        return 0, ""
+    if config.landing_slots is not None:
+        return config.landing_slots, "landing_slots"
+    least, most = _LANDING_SLOTS
+    fitting = _LANDING_POOL_BYTES // primary.row_bytes
+    return max(least, min(most, fitting)), "landing_slots"
+
+
+def limits_of(config: TierConfig, primary: Primary, slots: int) -> Limits:
+    """The bounds on what is under way, in blocks of this primary tier."""
+    operation = max(1, config.max_operation_bytes // primary.row_bytes)
+    window = max(operation, config.max_inflight_bytes // primary.row_bytes)
+    # A service's pool whose size is not known is assumed to be large.
+    pool = slots or 4 * window
+    # Slots in use cannot be evicted. Together the shares are the pool at most, so
+    # that whatever is started finds a slot.
+    if config.has_own_storage:
+        load, store, landing = pool // 2, pool // 4, pool // 4
+    else:
+        load, store, landing = pool // 4, 0, pool - pool // 4
+    lands = config.g3 is not None or (
+        config.serves_peers and config.remote_landing == "pool"
+    )
+    return Limits(
+        load_operation=max(1, min(operation, load)),
+        load_window=max(1, min(window, load)),
+        store_operation=max(1, min(operation, store)),
+        store_window=max(1, min(window, store)),
+        landing_window=max(1, min(window, landing)) if lands else 0,
+        operation_timeout_s=config.operation_timeout / 1000,
+        pull_timeout_s=config.pull_timeout / 1000,
+    )
+
+
+def max_pull_blocks(config: TierConfig, primary: Primary) -> int:
+    return config.max_pull_blocks or max(1, primary.rows // 2)
+
+
+def kvcr_config(config: TierConfig, primary: Primary, agent: str) -> KVCRConfig:
+    return KVCRConfig(
+        nixl_agent_name=agent,
+        pool_layouts=[("", primary.row_bytes)],
+        enable_telemetry=config.enable_telemetry,
+        operation_timeout_ms=config.operation_timeout,
+        abandon_timeout_ms=config.abandon_timeout,
+        nixl_listen_port=_ANY_PORT,
+    )
+
+
+def backend_configs(
+    config: TierConfig, primary: Primary, pool: tuple[int, int] | None
+) -> KVCRBackendConfigs:
+    """KVCR's backends; ``pool`` is the address and the size of this process's pool."""
+    local = None
+    if pool is not None:
+        local = LocalDramOptions(pools=[("", *pool)], backend=config.local_dram_backend)
+    return KVCRBackendConfigs(
+        local_dram=local,
+        g3=None if config.g3 is None else _g3_options(config.g3, primary),
+        remote_fw_dram=RemoteFWDramOptions(
+            eager_ctrl_connect=config.eager_ctrl_connect,
+            opportunistic_query=config.opportunistic_query,
+            metadata_retry_interval_ms=config.metadata_retry_interval_ms,
+            backend=config.remote_fw_dram_backend,
+        ),
+        **shims.primary_region(primary.address, primary.row_bytes, primary.rows),
+    )
+
+
+def guard_config(
+    config: TierConfig, local_rank: int | None, namespace: Namespace
+) -> KVCRGuardConfig | None:
+    """The service's part, where there is one.
+
+    Raises:
+        OptionError: the digest shall be derived, and there is nothing to derive it of.
+    """
+    if config.kvcr_service_socket_path is None:
+        return None
+    digest = config.compatibility_digest or ""
+    if digest == "auto":
+        digest = namespace.digest
+        if not digest:
+            raise OptionError(
+                "kvcr tier: compatibility_digest = 'auto' stands for the namespace, "
+                "and there is none; give a digest, or let namespace be 'auto'"
+            )
+    return KVCRGuardConfig(
+        kvcr_service_socket_path=config.kvcr_service_socket_path,
+        guard_index=local_rank or 0,
+        compatibility_digest=digest,
+    )
+
+
+def service_refused(
+    guard: KVCRGuardConfig | None, error: BaseException
+) -> RuntimeError | None:
+    """What an operator reads when the service does not give its pool.
+
+    Args:
+        error: Why KVCR did not start; other reasons than the service give ``None``.
+    """
+    if guard is None or not isinstance(error, KVCRServiceError):
+        return None
+    return RuntimeError(
+        f"kvcr tier: no pool from the KVCR service: {error}. Asked was "
+        f"kvcr_service_socket_path = {guard.kvcr_service_socket_path!r} for guard "
+        f"{guard.guard_index} with compatibility_digest = "
+        f"{guard.compatibility_digest!r}: a service has to listen there, with more "
+        "guards (--guard-count) than this index and the same --compatibility-digest, "
+        "and no other engine may hold that guard"
+    )
+
+
+def _g3_options(g3: G3Config, primary: Primary) -> G3Options:
+    size = g3.capacity_bytes_per_file // primary.row_bytes * primary.row_bytes
+    if primary.row_bytes % PAGESIZE:
+        raise OptionError(
+            f"kvcr tier: g3 needs chunks of whole {PAGESIZE}-byte pages, and this "
+            f"primary tier's are {primary.row_bytes} bytes"
+        )
+    if not size:
+        raise OptionError(
+            f"kvcr tier: g3.capacity_bytes_per_file = {g3.capacity_bytes_per_file}: "
+            f"holds no whole chunk, which is {primary.row_bytes} bytes here"
+        )
+    options = G3Options(
+        paths=g3.paths,
+        capacity_bytes_per_file=size,
+        backend_options=g3.backend_options,
+    )
+    return options if g3.backend is None else replace(options, backend=g3.backend)
+
+
+def g3_slots(config: TierConfig, primary: Primary) -> int:
+    if config.g3 is None:
+        return 0
+    per_file = config.g3.capacity_bytes_per_file // primary.row_bytes
+    return per_file * len(config.g3.paths)

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The one place that knows that releases of vLLM and kvcr differ.
+
+Each shim looks at what the installed packages *have*, never at a version number,
+and says whom it serves and when it can go. Nothing else in this package may mention
+a version.
+"""
+
+from collections.abc import Callable
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_offload.tiering.kvcr.compat import environment
+
+try:
+    import kvcr
+    import kvcr.api as kvcr_api
+    import kvcr.config as kvcr_config
+    import kvcr.types as kvcr_types
+except ImportError as error:
+    raise environment.explain(error) from error
+
+environment.check_names()
+
+from vllm.v1.kv_offload.base import ReqContext  # noqa: E402
+from vllm.v1.kv_offload.tiering.base import (  # noqa: E402
+    JobResult,
+    SecondaryTierManager,
+)
+
+if TYPE_CHECKING:
+    from kvcr import KVCR
+
+    from vllm.v1.kv_offload.base import OffloadKey
+
+BlockRefs = list[Any]
+"""What KVCR takes as one block's memory: a list with one reference in it."""
+
+
+class _NeverRaised(Exception):
+    """Stands for an exception type that the installed kvcr does not have."""
+
+
+# Serves kvcr 0.1.0, where start-up never reports native work that it could not
+# stop. Can go when 0.1.0 is no longer supported.
+KVCRStartupError: type[Exception] = getattr(
+    kvcr_types, "KVCRStartupError", _NeverRaised
+)
+
+# Serves kvcr 0.1.0, which cannot be told of a sequence's order. Can go with 0.1.0.
+HAS_SEQUENCE_ALIGNMENT = hasattr(kvcr_api.KVCR, "align_sequence")
+
+# Serves kvcr 0.1.0, where a block is an address; from 0.1.1 on it is an index into a
+# registered region. Can go with 0.1.0.
+_HAS_REGIONS = hasattr(kvcr_types, "RegionDescriptor")
+
+# Serves vLLM before 0.33, whose engine, once asleep, nothing wakes for a peer's
+# request. Can go when 0.32 is no longer supported.
+HAS_TIER_POLL_THREAD = hasattr(SecondaryTierManager, "tolerates_off_thread_polling")
+
+# Serves vLLM 0.30, whose tiers take no backpressure detector and whose job results
+# carry no size. Can go when 0.30 is no longer supported.
+HAS_BACKPRESSURE = hasattr(SecondaryTierManager, "bp_detector")
+_HAS_TRANSFER_BYTES = "transfer_bytes" in JobResult.__dataclass_fields__
+
+# Serves vLLM 0.30, whose requests have no carrier of their own for hints; see
+# ``request_hints``. Can go when 0.30 is no longer supported.
+_HAS_KV_HINTS = "kv_hints" in ReqContext.__dataclass_fields__
+
+# Serves vLLM before 0.33, which publishes no facts about a tier. Can go when 0.32 is
+# no longer supported.
+_HAS_CONFIG_INFO = hasattr(SecondaryTierManager, "config_info")
+
+# Serves kvcr 0.1.0, whose reports do not say whose memory they are about. Can go with
+# 0.1.0.
+_HAS_MEMORY_OWNERS = (
+    "destination_owner" in signature(kvcr_types.TransferError.__init__).parameters
+)
+
+
+def primary_region(address: int, row_bytes: int, rows: int) -> dict[str, Any]:
+    """Keyword of ``KVCRBackendConfigs`` that registers the primary tier."""
+    if _HAS_REGIONS:
+        region = kvcr_types.RegionDescriptor(addr=address, size=row_bytes, count=rows)
+        return {"framework_regions": [region]}
+    whole = kvcr_config.FrameworkDramInput(address, row_bytes * rows)  # type: ignore[attr-defined,unused-ignore]
+    return {"framework_dram": whole}
+
+
+def block_refs_factory(
+    agent: str, address: int, row_bytes: int
+) -> Callable[[int], BlockRefs]:
+    """How KVCR is told of the primary tier's chunk ``i``."""
+    if _HAS_REGIONS:
+        ref = kvcr_types.MemoryRef
+        return lambda index: [ref(end_point_name=agent, element_index=index)]
+    descriptor = kvcr_types.MemDescriptor  # type: ignore[attr-defined,unused-ignore]
+    return lambda index: [
+        descriptor(agent, "DRAM", address + index * row_bytes, row_bytes, 0)
+    ]
+
+
+def base_arguments(backpressure_detector: Any | None) -> dict[str, Any]:
+    """Extra arguments of ``SecondaryTierManager.__init__``."""
+    if HAS_BACKPRESSURE:
+        return {"backpressure_detector": backpressure_detector}
+    return {}
+
+
+def job_result(
+    job_id: int,
+    success: bool,
+    *,
+    successful_keys: "list[OffloadKey] | None" = None,
+    transfer_time: float | None = None,
+    transfer_bytes: int | None = None,
+) -> JobResult:
+    """A ``JobResult`` with the fields that this vLLM has."""
+    result = JobResult(
+        job_id=job_id,
+        success=success,
+        successful_keys=successful_keys,
+        transfer_time=transfer_time,
+    )
+    if _HAS_TRANSFER_BYTES:
+        result.transfer_bytes = transfer_bytes
+    return result
+
+
+def request_hints(req_context: "ReqContext") -> object | None:
+    """The request's routing metadata, from whichever carrier holds it.
+
+    vLLM 0.31 gave requests ``kv_hints``; before, and for clients that still do, it
+    travels in ``kv_transfer_params`` under KVCR's key. The second half can go when
+    0.30 is no longer supported.
+    """
+    hints = getattr(req_context, "kv_hints", None)
+    if hints is not None:
+        return hints
+    params = getattr(req_context, "kv_transfer_params", None)
+    return params.get(kvcr.ROUTER_HINT_KEY) if isinstance(params, dict) else None
+
+
+def writes_primary(error: "kvcr_types.TransferError") -> bool:
+    """Whether a destination report is about the primary tier's memory.
+
+    kvcr 0.1.0 does not name the owner; there KVCR's own fills are told by their
+    negative handle. That half can go with 0.1.0.
+    """
+    owner = getattr(error, "destination_owner", None)
+    return owner == "framework" if owner is not None else error.op_handle >= 0
+
+
+def primary_source_keys(error: "kvcr_types.TransferError") -> set[bytes]:
+    """The keys of a source report whose blocks lie in the primary tier.
+
+    kvcr 0.1.0 does not name the owner, so there every key counts: a pin held a
+    little longer than needed is the safe side. Can go with 0.1.0.
+    """
+    owners = getattr(error, "source_owners", None)
+    blocks = error.source_blocks or {}
+    if owners is None:
+        return set(blocks)
+    return {key for key in blocks if owners.get(key) == "framework"}
+
+
+def is_quiescent(kvcr_instance: "KVCR") -> bool:
+    """Whether native code has provably let go of every buffer.
+
+    ``close()`` raises the progress thread's old failure even after everything was
+    released, and no release has a public way to ask. Can go once one has.
+    """
+    probe = getattr(getattr(kvcr_instance, "_core", None), "is_quiescent", None)
+    try:
+        return probe is not None and probe() is True
+    except Exception:
+        return False
+
+
+def service_pool_bytes(kvcr_instance: "KVCR") -> int | None:
+    """Size of the pool that the KVCR service granted, where it can be told.
+
+    No release has a public way to ask. Can go once one has.
+    """
+    hold = getattr(kvcr_instance, "_pool_hold", None)
+    try:
+        return sum(pool.size_bytes for pool in hold._pools)  # type: ignore[union-attr]
+    except Exception:
+        return None
+
+
+def native_alive_after(error: BaseException) -> bool:
+    """Whether a failed start of KVCR left native code that may touch the buffers.
+
+    kvcr 0.1.0 has no exception that says so; it only sets aside what it could not
+    stop. The second half can go with 0.1.0.
+    """
+    if KVCRStartupError is not _NeverRaised:
+        return isinstance(error, KVCRStartupError)
+    return bool(getattr(kvcr_api, "_NONQUIESCENT_STARTUP_RESOURCES", ()))
+
+
+def capabilities() -> dict[str, bool]:
+    """What the installed releases allow, and whether they do."""
+    return {
+        "off_thread_polling": HAS_TIER_POLL_THREAD,
+        "store_declining": HAS_BACKPRESSURE,
+        "transfer_sizes": _HAS_TRANSFER_BYTES,
+        "kv_hints": _HAS_KV_HINTS,
+        "config_info": _HAS_CONFIG_INFO,
+        "sequence_alignment": HAS_SEQUENCE_ALIGNMENT,
+        "retained_startup_buffers": KVCRStartupError is not _NeverRaised,
+        "memory_owners": _HAS_MEMORY_OWNERS,
+    }
+
+
+def describe_start() -> str:
+    """The line that an operator finds in the log: versions, and what is on and off."""
+    on = [name for name, has in capabilities().items() if has]
+    off = [name for name, has in capabilities().items() if not has]
+    versions = environment.describe(environment.look_around())
+    return f"{versions}; on: {', '.join(on) or '-'}; off: {', '.join(off) or '-'}"
+
+
+CONFIG_INFO_KEYS = ("kvcr_version", "nixl_version", "kvcr_capabilities")
+"""Labels of the tier's series in vLLM's metric on the configuration."""
+
+
+def config_info() -> dict[str, str]:
+    versions = environment.look_around().versions
+    on = ",".join(name for name, has in capabilities().items() if has)
+    values = (versions.get("kvcr", ""), versions.get("nixl", ""), on)
+    return dict(zip(CONFIG_INFO_KEYS, values, strict=True))

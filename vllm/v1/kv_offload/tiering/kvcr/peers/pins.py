@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Peers' requests for blocks that lie in the primary tier.
+
+KVCR asks through callbacks, inside its own poll, when vLLM's manager cannot be asked.
+So a request is queued and answered from ``serve``, where it can: the blocks that are
+there are pinned by one store job, which ends when KVCR releases the pin.
+
+Failure model: nothing raises. A request that cannot be answered is answered with
+nothing; a job that was made for it comes back failed. A block that is on its way into
+the primary tier keeps its request waiting until KVCR gives it up.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvcr.types import BlockKey, PinHandle, PinRequestId, PinResult
+
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
+from vllm.v1.kv_offload.tiering.base import (
+    JobId,
+    JobResult,
+    ParentManager,
+    TransferJob,
+)
+from vllm.v1.kv_offload.tiering.kvcr.compat import shims
+from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
+from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Losses, Lost
+
+MAX_KEYS_PER_SERVE = 2048
+"""Bounds what one engine step spends on peers; further requests wait for the next."""
+MAX_RETRIES_PER_SERVE = 16
+"""Of requests that wait for a block on its way; the others come up in later steps."""
+
+_Requests = OrderedDict[PinRequestId, tuple[BlockKey, ...]]
+
+
+@dataclass(slots=True)
+class _Pin:
+    job_id: JobId
+    keys: frozenset[BlockKey]
+
+
+class Pins:
+    """Pins asked for, answered and held. Driven by one thread.
+
+    Args:
+        block_refs: How KVCR is told of a chunk of the primary tier.
+        explain_foreign: Says what a key of another namespace differs in.
+        uncounted: Give results a size of zero bytes, so that vLLM's backpressure does
+            not take the time that a peer holds a pin for a slow store.
+    """
+
+    def __init__(
+        self,
+        codec: KeyCodec,
+        block_refs: Callable[[int], shims.BlockRefs],
+        losses: Losses,
+        explain_foreign: Callable[[BlockKey], str],
+        *,
+        request_prefix: str,
+        uncounted: bool = False,
+    ) -> None:
+        self._codec = codec
+        self._block_refs = block_refs
+        self._losses = losses
+        self._explain_foreign = explain_foreign
+        self._request_prefix = request_prefix
+        self._uncounted = uncounted
+        self._next_id = 0
+        self._asked: _Requests = OrderedDict()
+        self._waiting: _Requests = OrderedDict()
+        self._answers: list[tuple[PinRequestId, PinResult]] = []
+        self._held: dict[PinHandle, _Pin] = {}
+        self._uncertain: dict[int, set[bytes]] = {}
+        self._refused: set[PinHandle] = set()
+        self._results: list[JobResult] = []
+
+    @property
+    def outstanding(self) -> int:
+        """Pins whose job is not over: KVCR may read their blocks."""
+        return len(self._held)
+
+    @property
+    def has_results(self) -> bool:
+        return bool(self._results)
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is under way: asked, answered, held or to be reported."""
+        return bool(
+            self._asked or self._waiting or self._answers or self._held or self._results
+        )
+
+    # KVCR's callbacks.
+
+    def request_pin(self, keys: Collection[BlockKey]) -> PinRequestId:
+        self._next_id += 1
+        request_id = PinRequestId(self._next_id)
+        self._asked[request_id] = tuple(keys)
+        return request_id
+
+    def poll_pin_results(self) -> Iterable[tuple[PinRequestId, PinResult]]:
+        answers, self._answers = self._answers, []
+        return answers
+
+    def cancel_pin_request(self, request_id: PinRequestId) -> None:
+        """KVCR no longer waits. An answer that was given is released by KVCR."""
+        self._asked.pop(request_id, None)
+        self._waiting.pop(request_id, None)
+
+    def release_pin(self, handle: PinHandle) -> bool:
+        """Let go of a pin; false while a peer's write may still read its blocks."""
+        pin = self._held.get(handle)
+        if pin is None:
+            return True
+        if any(not pin.keys.isdisjoint(keys) for keys in self._uncertain.values()):
+            self._refused.add(handle)
+            return False
+        self._let_go(handle, success=True)
+        return True
+
+    # The tier's side.
+
+    @property
+    def only_refused(self) -> bool:
+        """Whether all that is held are pins that KVCR would release, were it safe."""
+        return len(self._held) == len(self._refused)
+
+    def let_go_of_refused(self) -> int:
+        """Give back pins that a write from them may still read; how many.
+
+        Wrong bytes can come to nobody by it: KVCR calls a source uncertain only long
+        after the peer gave the same pull up, whose memory then counts for nothing.
+        """
+        refused = list(self._refused)
+        for handle in refused:
+            self._let_go(handle, success=False)
+        return len(refused)
+
+    def uncertain(self, operation: int, keys: set[bytes]) -> None:
+        """A write from these blocks could not be stopped."""
+        self._uncertain[operation] = keys
+
+    def quiesced(self, operation: int) -> None:
+        """It can no longer happen."""
+        self._uncertain.pop(operation, None)
+
+    def take_results(self) -> list[JobResult]:
+        results, self._results = self._results, []
+        return results
+
+    def serve(self, parent: ParentManager) -> bool:
+        """Answer what can be answered; true if there is an answer for KVCR.
+
+        What this costs a step does not grow with what is waiting.
+        """
+        budget = MAX_KEYS_PER_SERVE
+        again = min(len(self._waiting), MAX_RETRIES_PER_SERVE)
+        while self._asked and budget > 0:
+            request_id, keys = self._asked.popitem(last=False)
+            budget -= len(keys)
+            if not self._answer(parent, request_id, keys):
+                self._waiting[request_id] = keys
+        while again and budget > 0:
+            again -= 1
+            request_id, keys = next(iter(self._waiting.items()))
+            budget -= len(keys)
+            if self._answer(parent, request_id, keys):
+                del self._waiting[request_id]
+            else:
+                self._waiting.move_to_end(request_id)
+        return bool(self._answers)
+
+    def abandon(self) -> None:
+        """KVCR is gone: nobody waits for an answer any more."""
+        self._asked.clear()
+        self._waiting.clear()
+        self._answers.clear()
+
+    def native_stopped(self) -> None:
+        """Native code has let go of every buffer: give every pin back."""
+        self._uncertain.clear()
+        for handle in list(self._held):
+            self.release_pin(handle)
+
+    def _answer(
+        self,
+        parent: ParentManager,
+        request_id: PinRequestId,
+        keys: tuple[BlockKey, ...],
+    ) -> bool:
+        """Pin what is there. False: wait, a block is on its way."""
+        context = ReqContext(req_id=f"{self._request_prefix}{request_id}")
+        job: TransferJob | None = None
+        present: dict[BlockKey, OffloadKey] | None = None
+        answer: PinResult = None
+        try:
+            try:
+                parent.on_new_request(context)
+                present = self._look_up(parent, keys, context)
+                if present is None:
+                    return False
+                if present:
+                    job = parent.create_store_job(list(present.values()), context)
+                    answer = self._describe(job, keys, present)
+            finally:
+                parent.on_request_finished(context)
+        except Exception as error:
+            self._losses.add(Lost.PIN_FAILED, len(keys), repr(error))
+            if job is not None:
+                self._end(job.job_id, success=False)
+            answer = None
+        if answer is not None and job is not None:
+            self._held[answer[0]] = _Pin(job.job_id, frozenset(present or ()))
+        self._answers.append((request_id, answer))
+        return True
+
+    def _look_up(
+        self,
+        parent: ParentManager,
+        keys: tuple[BlockKey, ...],
+        context: ReqContext,
+    ) -> dict[BlockKey, OffloadKey] | None:
+        """The keys that are there now, or ``None`` while one is on its way."""
+        present: dict[BlockKey, OffloadKey] = {}
+        foreign = 0
+        missing = 0
+        on_its_way = False
+        for key in keys:
+            offload_key = self._codec.offload_key(key)
+            if offload_key is None:
+                foreign += 1
+                continue
+            result = parent.lookup(offload_key, context)
+            if result is LookupResult.HIT:
+                present[key] = offload_key
+            elif result is LookupResult.MISS:
+                missing += 1
+            else:
+                on_its_way = True
+        if on_its_way:
+            return None
+        if foreign:
+            self._losses.add(Lost.FOREIGN, foreign, self._differs(keys))
+        if missing:
+            self._losses.add(Lost.NOT_PINNED, missing)
+        return present
+
+    def _differs(self, keys: tuple[BlockKey, ...]) -> str:
+        key = next(key for key in keys if self._codec.offload_key(key) is None)
+        return f"differs in {self._explain_foreign(key)}"
+
+    def _describe(
+        self,
+        job: TransferJob,
+        keys: tuple[BlockKey, ...],
+        present: dict[BlockKey, OffloadKey],
+    ) -> PinResult:
+        chunks = dict(zip(present, job.chunk_ids.tolist(), strict=True))
+        refs: dict[BlockKey, Any] = {
+            key: self._block_refs(chunks[key]) if key in chunks else None
+            for key in keys
+        }
+        return f"kvcr-job-{job.job_id}", refs
+
+    def _let_go(self, handle: PinHandle, *, success: bool) -> None:
+        self._refused.discard(handle)
+        self._end(self._held.pop(handle).job_id, success=success)
+
+    def _end(self, job_id: JobId, *, success: bool) -> None:
+        size = 0 if self._uncounted else None
+        self._results.append(shims.job_result(job_id, success, transfer_bytes=size))
