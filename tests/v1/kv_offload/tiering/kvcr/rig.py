@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from kvcr.types import OpEntryStatus
 
 from tests.v1.kv_offload.tiering.kvcr.standin import (
     ChannelStandin,
@@ -125,6 +126,8 @@ class Rig:
         return self.memory[chosen].copy()
 
     def lookup(self, offload_key: OffloadKey, request_id: str = "r") -> LookupResult:
+        # vLLM announces each request first; here that is left out where it has no hint.
+        self.tier._backoff.begin(request_id)
         return self.tier.lookup(offload_key, ReqContext(request_id))
 
     def hits(self, chosen: Iterable[OffloadKey], request_id: str = "r") -> list[Any]:
@@ -171,6 +174,31 @@ class Rig:
         """Ignored hints by reason, since the last report; needs telemetry."""
         return _by_label(samples(self.tier.get_stats()).get(IGNORED_HINTS, {}))
 
+    def know(self, endpoint: str) -> None:
+        """Count a peer as introduced, where first contact is not what is tested."""
+        self.tier._liveness.heard(endpoint)
+
+    def introduce(self, offload_key: OffloadKey, request_id: str = "r") -> None:
+        """Have the peer that a request is hinted at answer for the first time."""
+        assert self.lookup(offload_key, request_id) is LookupResult.MISS
+        self.poll()
+        introduction = self.kvcr.last
+        assert introduction.kind == "fetch"
+        self.kvcr.complete(introduction.handle, {offload_key: OpEntryStatus.SUCCESS})
+        self.poll()
+        assert self.lookup(offload_key, request_id) is LookupResult.HIT
+
+    def staging_tables(self) -> dict[str, int]:
+        """How much is still staged; all zero when nothing is under way."""
+        staging = self.tier._staging
+        return {
+            "fetches": len(staging._fetches),
+            "in_pool": sum(lane.in_pool for lane in staging._lanes.values()),
+            "waiting": sum(len(lane.waiting) for lane in staging._lanes.values()),
+            "peers_in_pool": staging._peers_in_pool,
+            "introductions": staging._introductions,
+        }
+
     def _submit(
         self,
         chosen: Sequence[OffloadKey],
@@ -179,6 +207,7 @@ class Rig:
         *,
         is_load: bool,
     ) -> int:
+        self.tier._backoff.begin(request_id)
         job_id = len(self.given)
         self.given.append(job_id)
         job = TransferJob(

@@ -117,8 +117,7 @@ class Jobs(RuleBasedStateMachine):
             self.step()
         assert self.jobs == {}
         assert not self.rig.tier.has_pending_work()
-        if self.rig.tier._transfers.landings is not None:
-            assert self.rig.tier._transfers.landings._in_pool == 0
+        assert all(not n for n in self.rig.staging_tables().values())
 
     def _answer(
         self,

@@ -368,7 +368,7 @@ def test_capabilities_are_those_that_are_documented(
     record_testsuite_property("capabilities", json.dumps(capabilities))
     assert list(capabilities) == [
         "off_thread_polling",
-        "store_declining",
+        "backpressure",
         "transfer_sizes",
         "kv_hints",
         "config_info",

@@ -123,6 +123,7 @@ class RealPeers(PullContract):
         (port,) = source.tier._config.control_ports or ()
         endpoint = f"tcp://{LOCALHOST}:{port}"
         context = hinted_request("pull", hint(wanted, endpoint))
+        self.sink.know(endpoint)
         self.sink.tier.on_new_request(context)
         assert self.sink.hits(wanted, "pull") == list(wanted)
         job = self.sink.load(wanted, range(len(wanted)), "pull")

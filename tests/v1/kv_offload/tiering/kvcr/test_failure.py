@@ -131,13 +131,13 @@ def test_whatever_raises_first_the_tier_fails_and_the_engine_goes_on(
     assert state is None or state[("failed", "backend_failed")] == 1
 
 
-def test_a_failed_tier_declines_stores() -> None:
+def test_a_failed_tier_ends_stores_at_once() -> None:
     rig = StandinRig()
-    assert rig.tier.bp_detector is None
     rig.kvcr.raises["poll_completed"] = DEAD
     rig.poll()
-    assert rig.tier.bp_detector is not None
-    assert rig.tier.bp_detector.should_store(1) is False
+    job = rig.store([key(1)], [0])
+    assert rig.kvcr.operations == {}
+    assert [(result.job_id, result.success) for result in rig.poll()] == [(job, False)]
 
 
 def test_a_failure_is_told_to_no_peer_that_waits() -> None:

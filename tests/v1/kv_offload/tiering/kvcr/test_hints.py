@@ -345,6 +345,7 @@ def test_no_transfer_params_whatever_they_hold_fail_a_request(
 
 def assert_still_serves(rig: Rig) -> None:
     """Other requests' good hints count: the tier did not fail over a bad one."""
+    rig.know("tcp://10.9.9.9:7001")
     rig.tier.on_new_request(hinted_request("other", hint([key(7)])))
     assert rig.lookup(key(7), "other") is LookupResult.HIT
     rig.tier.on_request_finished(ReqContext("other"))

@@ -24,6 +24,7 @@ from tests.v1.kv_offload.tiering.kvcr.standin import (
     KvcrStandin,
 )
 from vllm.v1.kv_offload.tiering.kvcr import manager
+from vllm.v1.kv_offload.tiering.kvcr.backend import start
 
 DEAD = RuntimeError("progress thread died")
 SOON = {"operation_timeout_ms": 20, "abandon_timeout_ms": 40}
@@ -164,7 +165,7 @@ def test_a_close_that_raises_keeps_the_buffers(
 def test_a_close_that_never_returns_keeps_the_buffers(
     retained: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager, "_CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(start, "CLOSE_TIMEOUT_S", 0.05)
     done = threading.Event()
 
     class Hanging(KvcrStandin):

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from kvcr.types import CacheTier, InventoryEvent
 
 from tests.v1.kv_offload.tiering.kvcr.busy import transfer_error
 from tests.v1.kv_offload.tiering.kvcr.rig import (
@@ -28,10 +29,15 @@ from tests.v1.kv_offload.tiering.kvcr.standin import (
 )
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import (
+    FILES as OWN_FILES,
+)
+from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import (
     FIRST_COOLDOWN_S,
+    FIRST_PAUSE_S,
     LONGEST_COOLDOWN_S,
-    Admission,
-    Peers,
+    LONGEST_PAUSE_S,
+    Liveness,
+    Standing,
 )
 
 FILES = {
@@ -47,16 +53,37 @@ def file_rig(**options: Any) -> StandinRig:
     return StandinRig(kvcr=FetchingStandin, enable_telemetry=True, **FILES | options)
 
 
-def peer_rig(**options: Any) -> StandinRig:
+class Clock:
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stop_the_clock(rig: StandinRig) -> Clock:
+    """Time goes on as a test says, for all that decides about waiting."""
+    clock = Clock()
+    rig.tier._staging._clock = rig.tier._liveness._clock = clock
+    rig.tier._staging._next_check = 0.0
+    return clock
+
+
+def peer_rig(*, introduced: bool = True, **options: Any) -> StandinRig:
     """A rig whose peer has blocks 0 to 7, with a request that is hinted at it."""
     # So that none but the silent peer is taken for one.
     options = {"operation_timeout_ms": 60_000} | options
+    options = {name: value for name, value in options.items() if value is not None}
     rig = StandinRig(
         kvcr=FetchingStandin, control_ports=[7001], enable_telemetry=True, **options
     )
     for each in keys(8):
         rig.kvcr.statuses[each] = AT_PEER
     rig.tier.on_new_request(hinted_request("r", hint(keys(8), PEER)))
+    if introduced:
+        rig.introduce(key(0))
+        rig.kvcr.operations.clear()
+        rig.losses()
     return rig
 
 
@@ -123,6 +150,16 @@ def test_what_vanished_between_lookup_and_load_is_not_asked_for() -> None:
     rig.load([key(1)], [5])
     assert [result.success for result in rig.poll()] == [False]
     assert rig.kvcr.operations == {}
+    assert rig.losses() == {"gone": 1}
+
+
+def test_what_is_gone_is_gone_for_that_request_only() -> None:
+    rig = file_rig()
+    rig.load([key(1)], [5], "first")
+    rig.poll()
+    rig.kvcr.statuses[key(1)] = HIT  # stored again
+    assert rig.lookup(key(1), "first") is LookupResult.MISS
+    assert rig.lookup(key(1), "second") is LookupResult.HIT
 
 
 def test_bytes_that_are_not_what_was_stored_do_not_count() -> None:
@@ -144,50 +181,147 @@ def test_bytes_that_are_not_what_was_stored_do_not_count() -> None:
 # --- peers -----------------------------------------------------------------------
 
 
-def test_an_unproven_peer_is_asked_for_one_block_first() -> None:
-    rig = peer_rig()
-    rig.load(keys(4), range(4), "r")
-    (probe,) = fetches(rig)
-    assert len(probe.blocks) == 1
-    assert probe.request_id == "r"
-    answer(rig, probe)
-    rest = [op for op in fetches(rig) if op is not probe]
-    assert sum(len(op.blocks) for op in rest) == 3
-    for operation in rest:
-        answer(rig, operation)
-    for operation in rig.kvcr.of_kind("deliver"):
-        answer(rig, operation)
-    assert [result.success for result in rig.finished.values()] == [True]
+def test_first_contact_is_beside_all_requests() -> None:
+    rig = peer_rig(introduced=False)
+    assert rig.hits(keys(8)) == [], "as if it had no hint"
+    assert rig.tier.has_pending_work(), "or nobody would poll for the answer"
+    rig.poll()
+    (introduction,) = fetches(rig)
+    assert list(introduction.blocks) == [key(0)]
+    assert introduction.request_id == "r"
+    assert rig.hits(keys(8)) == []
+    assert fetches(rig) == [introduction], "one at a time"
+    answer(rig, introduction)
+    assert rig.kvcr.released == rig.kvcr.claims
+    assert not rig.tier._staging.introducing
+    assert rig.hits(keys(8)) == keys(8)
+    assert rig.losses() == {"introducing": 16}
+
+
+def test_an_introduction_that_tells_nothing_is_repeated_after_a_pause() -> None:
+    """The block may be gone there, or KVCR may not have found room for it here."""
+    rig = peer_rig(introduced=False)
+    clock = stop_the_clock(rig)
+    rig.hits(keys(1))
+    rig.poll()
+    answer(rig, fetches(rig)[0], FAILED)
+    rig.hits(keys(1))
+    rig.poll()
+    assert len(fetches(rig)) == 1
+    assert rig.lookup(key(5)) is LookupResult.MISS, "it has not answered yet"
+    clock.now += FIRST_PAUSE_S
+    rig.introduce(key(1))
+
+
+def test_first_contact_has_an_allowance_of_its_own() -> None:
+    rig = peer_rig(introduced=False, pull_timeout_ms=1000)
+    clock = stop_the_clock(rig)
+    rig.hits(keys(1))
+    rig.poll()
+    clock.now += 10
+    rig.poll()
+    answer(rig, fetches(rig)[0])
+    assert rig.hits(keys(8)) == keys(8)
+    assert rig.ignored_hints() == {}
+
+
+def test_who_does_not_answer_in_that_time_is_left_alone() -> None:
+    rig = peer_rig(introduced=False)
+    clock = stop_the_clock(rig)
+    rig.hits(keys(1))
+    rig.poll()
+    clock.now += 20
+    rig.poll()
+    assert not rig.tier._staging.introducing
+    rig.tier.on_new_request(hinted_request("s", hint(keys(8), PEER)))
+    assert rig.ignored_hints() == {"peer_down": 1}
+    # Slow it was, and not dead: no other introduction is needed.
+    answer(rig, fetches(rig)[0])
+    assert rig.kvcr.released == rig.kvcr.claims
+    clock.now += FIRST_COOLDOWN_S
+    assert rig.lookup(key(1)) is LookupResult.HIT
+
+
+def test_kvcr_is_given_the_time_for_it() -> None:
+    def told(**options: Any) -> tuple[int, int]:
+        config = peer_rig(operation_timeout_ms=None, **options).kvcr.config
+        return config.operation_timeout_ms, config.abandon_timeout_ms
+
+    assert told() == (15_000, 30_000)
+    assert told(introduction_timeout_ms=9000) == (9000, 18_000)
+    # What an operator gave for KVCR itself is what KVCR is given.
+    assert told(abandon_timeout_ms=6000) == (3000, 6000)
+    assert (
+        StandinRig(
+            control_ports=[7001], operation_timeout_ms=700
+        ).kvcr.config.operation_timeout_ms
+        == 700
+    )
 
 
 def test_a_silent_peer_costs_one_wait_and_is_then_left_alone() -> None:
-    rig = peer_rig(operation_timeout_ms=20)
+    rig = peer_rig(pull_timeout_ms=1000)
+    clock = stop_the_clock(rig)
     rig.load(keys(4), range(4), "r")
-    (probe,) = fetches(rig)
-    time.sleep(0.02)
-    answer(rig, probe, FAILED)
-    assert fetches(rig) == [probe]
+    clock.now += 1
+    rig.poll()
     assert [result.success for result in rig.finished.values()] == [False]
     assert rig.lookup(key(5), "r") is LookupResult.MISS
+    assert rig.losses() == {"timed_out": 4, "peer_down": 1}
     rig.tier.on_new_request(hinted_request("s", hint(keys(8), PEER)))
     assert rig.ignored_hints() == {"peer_down": 1}
     # Another peer is another matter.
     rig.tier.on_new_request(hinted_request("t", hint(keys(8), OTHER_PEER)))
-    assert rig.lookup(key(5), "t") is LookupResult.HIT
+    rig.introduce(key(5), "t")
 
 
 def test_a_pull_is_given_up_before_kvcr_does_and_what_lands_late_is_let_go() -> None:
-    rig = peer_rig(pull_timeout_ms=1)
+    rig = peer_rig(pull_timeout_ms=1000)
+    clock = stop_the_clock(rig)
     job = rig.load([key(0)], [0], "r")
     (pull,) = fetches(rig)
-    time.sleep(0.002)
+    clock.now += 1
     rig.poll()
     assert rig.finished[job].success is False
     assert rig.hits([key(0)]) == []
+    released = len(rig.kvcr.released)
     answer(rig, pull)
     assert rig.kvcr.of_kind("deliver") == []
     assert rig.kvcr.released == rig.kvcr.claims
-    assert len(rig.kvcr.released) == 1
+    assert len(rig.kvcr.released) == released + 1
+    assert not any(rig.staging_tables().values())
+
+
+def test_a_request_is_free_one_timeout_after_it_asked() -> None:
+    """However long it stood in line: its time does not begin when its turn comes."""
+    rig = peer_rig(pull_timeout_ms=1000, landing_slots=4)
+    clock = stop_the_clock(rig)
+    first = rig.load(keys(6), range(6), "r")
+    rig.tier.on_new_request(hinted_request("s", hint(keys(8), PEER)))
+    second = rig.load(keys(2, first=6), range(6, 8), "s")
+    for _ in range(2):
+        clock.now += 0.55
+        answer(rig, fetches(rig)[-1])
+    assert set(rig.finished) == {second}
+    assert rig.losses() == {"timed_out": 2}
+    assert rig.tier._liveness.standing(PEER) is Standing.USABLE
+    assert first not in rig.finished
+
+
+def test_what_arrives_keeps_a_long_pull_going() -> None:
+    rig = peer_rig(pull_timeout_ms=1000, landing_slots=4)
+    clock = stop_the_clock(rig)
+    job = rig.load(keys(6), range(6), "r")
+    answered: set[int] = set()
+    started = clock.now
+    for _ in range(20):
+        clock.now += 0.4
+        for operation in list(rig.kvcr.operations.values()):
+            if operation.handle not in answered:
+                answered.add(operation.handle)
+                answer(rig, operation)
+    assert rig.finished[job].success
+    assert clock.now - started > 3
 
 
 def test_a_peer_that_answers_without_the_block_is_no_silent_one() -> None:
@@ -202,23 +336,47 @@ def test_a_peer_that_answers_without_the_block_is_no_silent_one() -> None:
     assert rig.lookup(key(1), "s") is LookupResult.HIT
 
 
-def test_what_waits_for_a_probe_is_dropped_when_its_request_is_gone() -> None:
-    rig = peer_rig()
+def test_what_still_waits_is_dropped_when_its_request_is_gone() -> None:
+    rig = peer_rig(landing_slots=4)
     rig.load(keys(4), range(4), "r")
-    (probe,) = fetches(rig)
+    asked = fetches(rig)
+    assert sum(len(operation.blocks) for operation in asked) < 4
     rig.tier.on_request_finished(ReqContext("r"))
-    answer(rig, probe)
-    assert fetches(rig) == [probe]
-    answer(rig, rig.kvcr.last)
+    for operation in asked:
+        answer(rig, operation)
+    assert fetches(rig) == asked
+    for operation in rig.kvcr.of_kind("deliver"):
+        answer(rig, operation)
     (result,) = rig.finished.values()
-    assert len(list(result.successful_keys or ())) == 1
+    assert len(result.successful_keys or ()) == sum(len(op.blocks) for op in asked)
+    # The request is over: nothing of it is remembered.
+    assert not rig.tier._backoff.active
+    assert not rig.tier._backoff._by_request
+
+
+def test_a_peer_that_hangs_leaves_room_for_others() -> None:
+    rig = peer_rig(secondary_g2_slots=512, g3=FILES["g3"], verify_blocks=False)
+    for number in range(200):
+        rig.kvcr.statuses[key(number)] = AT_PEER
+    rig.kvcr.statuses[key(300)] = ON_DISK
+    rig.load(keys(16), range(16), "r")
+    rig.kvcr.operations.clear()
+    for number in range(3):
+        name, peer = f"other {number}", f"tcp://10.9.9.{number}:7001"
+        rig.tier.on_new_request(hinted_request(name, hint(keys(200), peer)))
+        rig.introduce(key(100 + number), name)
+        rig.kvcr.operations.clear()
+        rig.load(keys(16, first=20), range(16), name)
+        assert fetches(rig), f"peer {number} has to wait for another"
+        rig.kvcr.operations.clear()
+    rig.load([key(300)], [0], "somebody")
+    assert fetches(rig), "files have to wait for a peer"
 
 
 def test_memory_that_a_dead_peer_owns_is_not_used_and_told() -> None:
     rig = peer_rig(landing_slots=8)
-    landings = rig.tier._transfers.landings
-    assert landings is not None
-    room = landings.room
+    staging = rig.tier._staging
+    room = staging.peer_room
     fields = {
         "op_handle": -1,
         "destination_regions": [object()] * room,
@@ -232,8 +390,11 @@ def test_memory_that_a_dead_peer_owns_is_not_used_and_told() -> None:
     stats = samples(rig.tier.get_stats())
     assert stats["vllm:kvcr_tier_state"][("degraded", "landing_full")] == 1
     assert stats["vllm:kvcr_tier_lost_blocks"] == {("landing_full",): 2}
+    # However much the second report counts: what was taken is given back.
+    fields["destination_regions"] = [object()]
     rig.kvcr.bindings.on_resilience_event(transfer_error("quiesced", **fields))
-    assert landings.room == room
+    assert staging.peer_room == room
+    rig.poll()
     assert rig.lookup(key(1), "r") is LookupResult.HIT
     state = samples(rig.tier.get_stats())["vllm:kvcr_tier_state"]
     assert state[("healthy", "none")] == 1
@@ -244,6 +405,30 @@ def test_by_option_a_peer_writes_straight_to_the_primary_tier() -> None:
     rig.load([key(1)], [5], "r")
     assert [op.kind for op in rig.kvcr.operations.values()] == ["deliver"]
     assert rig.kvcr.last.request_id == "r"
+
+
+def test_a_success_straight_to_the_primary_tier_ends_a_suspicion() -> None:
+    rig = peer_rig(remote_landing="primary")
+    liveness_of = rig.tier._liveness
+    job = rig.load([key(1)], [5], "r")
+    liveness_of._sources[PEER].silences = 3
+    answer(rig, rig.kvcr.last)
+    assert rig.finished[job].success
+    assert liveness_of._sources[PEER].silences == 0
+
+
+def test_a_slow_local_copy_is_not_held_against_a_hinted_peer() -> None:
+    rig = peer_rig(
+        remote_landing="primary",
+        secondary_g2_slots=16,
+        operation_timeout_ms=10,
+        introduction_timeout_ms=10,
+    )
+    rig.kvcr.statuses[key(1)] = HIT
+    rig.load([key(1)], [5], "r")
+    time.sleep(0.02)
+    answer(rig, rig.kvcr.last, FAILED)
+    assert rig.tier._liveness.standing(PEER) is Standing.USABLE
 
 
 @pytest.mark.parametrize("broken", ["fetch", "release", "query"])
@@ -265,62 +450,133 @@ def test_a_kvcr_that_fails_while_blocks_land_ends_the_jobs(broken: str) -> None:
     assert rig.kvcr.closed == 1
 
 
-# --- which peers answer ----------------------------------------------------------
+# --- files -----------------------------------------------------------------------
 
 
-class Clock:
-    now = 1000.0
+def test_a_disk_that_hangs_costs_one_wait_and_is_then_left_alone(tier_log: Any) -> None:
+    rig = file_rig()
+    clock = stop_the_clock(rig)
+    for each in keys(12):
+        rig.kvcr.statuses[each] = ON_DISK
+    first = rig.load(keys(8), range(8), "first")
+    behind = rig.load(keys(4, first=8), range(8, 12), "behind")
+    clock.now += 1
+    rig.poll()
+    assert set(rig.finished) == {first, behind}, "nobody waits for KVCR's deadline"
+    assert rig.lookup(key(20), "next") is LookupResult.MISS
+    assert rig.hits(keys(2), "next") == []
+    assert rig.losses() == {"timed_out": 12, "disk_stalled": 2, "not_resident": 1}
+    (line,) = (text for text in tier_log.texts() if "degraded (disk_stalled)" in text)
+    assert "g3.data" in line
+    # What the pool holds goes on.
+    rig.kvcr.statuses[key(30)] = HIT
+    rig.load([key(30)], [15], "pool")
+    assert rig.kvcr.last.kind == "deliver"
 
-    def __call__(self) -> float:
-        return self.now
+    clock.now += FIRST_COOLDOWN_S
+    rig.introduce(key(1), "again")
+    state = samples(rig.tier.get_stats())["vllm:kvcr_tier_state"]
+    assert state[("healthy", "none")] == 1
 
 
-def test_a_cool_down_grows_and_ends_with_a_probe() -> None:
+def test_a_disk_that_is_busy_writing_is_not_one_that_hangs() -> None:
+    """In a full pool a read waits for room, which KVCR makes block by block."""
+    rig = file_rig()
+    clock = stop_the_clock(rig)
+    rig.kvcr.statuses[key(1)] = ON_DISK
+    job = rig.load([key(1)], [5])
+    for _ in range(4):
+        clock.now += 0.8
+        event = InventoryEvent((key(9),), CacheTier.G3, removed=False)  # type: ignore[arg-type]
+        rig.kvcr.bindings.inventory_sink(event)
+        assert rig.poll() == []
+    answer(rig, fetches(rig)[0])
+    answer(rig, rig.kvcr.last)
+    assert rig.finished[job].success
+    assert rig.tier._health.state.value == "healthy"
+
+
+def test_a_read_that_fails_is_the_blocks_fault_and_not_the_disks() -> None:
+    rig = file_rig()
+    clock = stop_the_clock(rig)
+    rig.kvcr.statuses[key(1)] = ON_DISK
+    rig.load([key(1)], [5])
+    clock.now += 0.95
+    answer(rig, fetches(rig)[0], FAILED)
+    assert rig.tier._liveness.standing(OWN_FILES) is Standing.USABLE
+    assert rig.tier._health.state.value == "healthy"
+
+
+# --- which sources answer --------------------------------------------------------
+
+
+def test_a_cool_down_grows_and_ends_with_an_introduction() -> None:
     clock = Clock()
-    peers = Peers(clock)
+    sources = Liveness(clock)
     cooldowns = []
     for _ in range(10):
-        assert peers.admit(PEER) is Admission.PROBE
-        assert peers.admit(PEER) is Admission.WAIT
-        peers.silent(PEER, clock.now)
-        assert peers.is_down(PEER)
-        assert peers.admit(PEER) is Admission.REFUSED
+        assert sources.begin_introduction(PEER)
+        assert not sources.begin_introduction(PEER)
+        sources.silent(PEER, clock.now)
+        assert sources.standing(PEER) is Standing.COOLING
+        assert not sources.begin_introduction(PEER)
         silent_since = clock.now
-        while peers.is_down(PEER):
+        while sources.is_down(PEER):
             clock.now += FIRST_COOLDOWN_S / 4
+        assert sources.standing(PEER) is Standing.UNKNOWN
         cooldowns.append(clock.now - silent_since)
     assert cooldowns == sorted(cooldowns)
     assert cooldowns[0] == FIRST_COOLDOWN_S
     assert cooldowns[-1] == LONGEST_COOLDOWN_S
 
 
+def test_pauses_grow_and_have_an_end() -> None:
+    clock = Clock()
+    sources = Liveness(clock)
+    pauses = []
+    for _ in range(10):
+        assert sources.begin_introduction(PEER)
+        sources.inconclusive(PEER)
+        assert not sources.is_down(PEER), "nothing is known against it"
+        told_at = clock.now
+        while not sources.begin_introduction(PEER):
+            clock.now += FIRST_PAUSE_S / 2
+        sources._sources[PEER].introducing = False
+        pauses.append(clock.now - told_at)
+    assert pauses[0] == FIRST_PAUSE_S
+    assert max(pauses) == LONGEST_PAUSE_S
+
+
 def test_an_answer_ends_the_suspicion() -> None:
     clock = Clock()
-    peers = Peers(clock)
-    peers.admit(PEER)
-    peers.silent(PEER, clock.now)
-    clock.now += FIRST_COOLDOWN_S
-    assert peers.admit(PEER) is Admission.PROBE
-    assert peers.is_down(PEER), "while it is probed, nobody else waits"
-    peers.answered(PEER)
-    assert not peers.is_down(PEER)
-    assert peers.admit(PEER) is Admission.ALL
+    sources = Liveness(clock)
+    sources.silent(PEER, clock.now)
+    sources.heard(PEER)
+    assert sources.standing(PEER) is Standing.USABLE
+    clock.now += 1
+    sources.silent(PEER, clock.now - 2)
+    assert sources.standing(PEER) is Standing.USABLE, "it was heard of since"
 
 
 def test_pulls_that_were_on_their_way_count_once() -> None:
     clock = Clock()
-    peers = Peers(clock)
-    peers.answered(PEER)
+    sources = Liveness(clock)
+    sources.heard(PEER)
+    clock.now += 1
     started = clock.now
     clock.now += 1
     for _ in range(20):
-        peers.silent(PEER, started)
+        sources.silent(PEER, started)
     clock.now += FIRST_COOLDOWN_S
-    assert not peers.is_down(PEER)
+    assert not sources.is_down(PEER)
+
+
+def test_files_need_no_introduction() -> None:
+    assert Liveness(Clock()).standing(OWN_FILES) is Standing.USABLE
 
 
 def test_peers_are_forgotten_rather_than_collected() -> None:
-    peers = Peers(Clock())
+    sources = Liveness(Clock())
     for number in range(5000):
-        peers.answered(f"tcp://10.0.{number >> 8}.{number & 255}:7001")
-    assert len(peers._peers) <= 1024
+        sources.heard(f"tcp://10.0.{number >> 8}.{number & 255}:7001")
+    assert len(sources._sources) <= 1024

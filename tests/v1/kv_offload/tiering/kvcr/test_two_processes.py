@@ -53,6 +53,7 @@ def test_a_load_has_the_bytes_of_the_other_engine(peer: Peer, landing: str) -> N
         held = make_keys(BLOCKS, f"{landing}/{carrier}")
         peer.call("hold", held, number * BLOCKS)
         context = hinted(carrier, peer, held)
+        engine.probe.know(make_hint(peer.port, held))
         engine.call("on_new_request", context)
         answers = engine.lookup_all([*held, *make_keys(1, "unknown")], context)
         assert answers == [*([LookupResult.HIT] * BLOCKS), LookupResult.MISS]

@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 _LEAST_FILE_TIMEOUT_MS = 60_000
+_LOAD_TIMEOUT_MS = 1000
 
 
 class OptionError(ValueError):
@@ -169,14 +170,20 @@ class TierConfig(_Options):
     """With ``g3``: check every loaded block against what was stored."""
 
     # --- limits ------------------------------------------------------------------
-    operation_timeout_ms: Count = 1000
-    """How long KVCR works on one operation before it cancels it. With ``g3`` at least
-    a minute, whatever is given: NIXL can crash the process when a file operation that
-    is under way is cancelled."""
+    operation_timeout_ms: Count | None = None
+    """How long a load waits for a file, and KVCR works on one operation before it
+    cancels it; by default 1000. Left out, KVCR is given ``introduction_timeout_ms``
+    where peers are served. With ``g3`` KVCR is given at least a minute in any case:
+    NIXL can crash the process when a file operation under way is cancelled."""
 
     pull_timeout_ms: Count | None = None
     """How long a pull from a peer may take before the request goes on without it; by
     default as long as ``operation_timeout_ms``."""
+
+    introduction_timeout_ms: Count = 15_000
+    """How long the first contact with a peer may take. Requests that are hinted at it
+    run meanwhile as if they had no hint. A given ``operation_timeout_ms``, or half a
+    given ``abandon_timeout_ms``, bounds it."""
 
     abandon_timeout_ms: Count | None = None
     """When a peer's unstoppable write is given up; at least twice the above."""
@@ -209,10 +216,10 @@ class TierConfig(_Options):
                 'digest says which engines may share them ("auto" derives it)'
             )
         abandon = self.abandon_timeout_ms
-        if abandon is not None and abandon < 2 * self.operation_timeout_ms:
+        if abandon is not None and abandon < 2 * self.load_timeout:
             raise ValueError(
                 f"abandon_timeout_ms ({abandon}) must be at least twice "
-                f"operation_timeout_ms ({self.operation_timeout_ms}); leave it out to "
+                f"operation_timeout_ms ({self.load_timeout}); leave it out to "
                 "have it follow"
             )
         ports = self.control_ports or ()
@@ -259,10 +266,23 @@ class TierConfig(_Options):
         return self.has_own_storage or self.g3 is not None
 
     @property
+    def load_timeout(self) -> int:
+        """How long a load waits."""
+        return self.operation_timeout_ms or _LOAD_TIMEOUT_MS
+
+    @property
     def operation_timeout(self) -> int:
         """What KVCR is told."""
-        least = 0 if self.g3 is None else _LEAST_FILE_TIMEOUT_MS
-        return max(self.operation_timeout_ms, least)
+        timeout = self.load_timeout
+        if self.operation_timeout_ms is None and self.serves_peers:
+            given = self.abandon_timeout_ms
+            most = self.introduction_timeout_ms
+            timeout = max(timeout, most if given is None else min(most, given // 2))
+        return max(timeout, 0 if self.g3 is None else _LEAST_FILE_TIMEOUT_MS)
+
+    @property
+    def introduction_timeout(self) -> int:
+        return min(self.introduction_timeout_ms, self.operation_timeout)
 
     @property
     def abandon_timeout(self) -> int:
@@ -271,7 +291,7 @@ class TierConfig(_Options):
 
     @property
     def pull_timeout(self) -> int:
-        timeout = self.pull_timeout_ms or self.operation_timeout_ms
+        timeout = self.pull_timeout_ms or self.load_timeout
         return min(timeout, self.operation_timeout)
 
     def control_port(self, local_rank: int | None) -> int | None:

@@ -14,7 +14,7 @@ in the log, and the engine recomputes.
 import mmap
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 
 # isort: split
 import numpy as np
-from kvcr import KVCR, KVCRBindings
+from kvcr import KVCR
 from kvcr.control_channels import ZmqPeerControlChannel
 from kvcr.types import CacheTier, QueryStatus
 
@@ -45,20 +45,15 @@ from vllm.v1.kv_offload.tiering.base import (
     TransferJob,
 )
 from vllm.v1.kv_offload.tiering.kvcr.backend import setup
-from vllm.v1.kv_offload.tiering.kvcr.backend.closing import Closer
 from vllm.v1.kv_offload.tiering.kvcr.backend.policy import choose_policy
-from vllm.v1.kv_offload.tiering.kvcr.backend.pool import PoolMemory
+from vllm.v1.kv_offload.tiering.kvcr.backend.start import Backend, Natives
 from vllm.v1.kv_offload.tiering.kvcr.compat.environment import check_environment
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import LOOKUPS
-from vllm.v1.kv_offload.tiering.kvcr.config import (
-    parse_options,
-    telemetry_enabled,
-)
-from vllm.v1.kv_offload.tiering.kvcr.decline import StoreDecliner
+from vllm.v1.kv_offload.tiering.kvcr.config import parse_options, telemetry_enabled
 from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
 from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace, make_namespace
 from vllm.v1.kv_offload.tiering.kvcr.peers.hints import Hints, own_endpoints
-from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import Peers
+from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES, Liveness, Standing
 from vllm.v1.kv_offload.tiering.kvcr.peers.pins import Pins
 from vllm.v1.kv_offload.tiering.kvcr.reports.events import Inventory
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health, Reason
@@ -69,9 +64,10 @@ from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import (
     add_own,
     definitions,
 )
-from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Resilience
+from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 from vllm.v1.kv_offload.tiering.kvcr.transfers.backoff import Backoff
 from vllm.v1.kv_offload.tiering.kvcr.transfers.checksums import BlockSums
+from vllm.v1.kv_offload.tiering.kvcr.transfers.staging import Staging
 from vllm.v1.kv_offload.tiering.kvcr.transfers.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -85,12 +81,10 @@ logger = init_logger(__name__)
 _RETAINED_NATIVE_BUFFERS: list[Any] = []
 """What native code may still touch, kept mapped until the process ends."""
 
-_DECLINER = StoreDecliner()
 _POLL_INTERVAL_S = 0.001
 _WAIT_WARNING_S = 5.0
 _MAX_TOUCHED = 4096  # about 10 ms; a prefix is evicted from its end
 _LONGEST_DRAIN_S = 30.0
-_CLOSE_TIMEOUT_S = 20.0  # KVCR gives its operations 5 s and its thread 10 s
 
 # Looking an enum's member up costs a tenth of a lookup.
 _HIT, _MISS = QueryStatus.HIT, QueryStatus.MISS
@@ -138,114 +132,103 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._primary_base_addr = primary.address
         self._primary_row_stride = primary.row_bytes
         events = offloading_spec.kv_events_config
-        warning = setup.check_events(config, events)
-        if warning is not None:
+        for warning in setup.warnings(config, events):
             logger.warning("kvcr tier: %s", warning)
-        if config.kvcr_service_socket_path is not None and config.secondary_g2_slots:
-            logger.warning(
-                "kvcr tier: the service's pool is used; secondary_g2_slots is ignored"
-            )
         local_rank = offloading_spec.config.parallel.data_parallel_rank_local
         port = config.control_port(local_rank)
         namespace = make_namespace(config.namespace, offloading_spec, primary.row_bytes)
-        guard = setup.guard_config(config, local_rank, namespace)
-        policy = choose_policy(config.policy, has_files=config.g3 is not None)
-
+        self._prefix = namespace.prefix
+        codec = KeyCodec(namespace.prefix)
         agent = f"vllm-{uuid.uuid4().hex}"
         block_refs = shims.block_refs_factory(agent, primary.address, primary.row_bytes)
-        codec = KeyCodec(namespace.prefix)
-        self._prefix = namespace.prefix
+
+        # What KVCR's callbacks write to exists before KVCR does.
         self._health = Health()
         self._losses = Losses()
-        self._inventory = Inventory(codec, self.locality)
+        self._quarantine = Quarantine(self._health, config.serves_peers)
+        publishes = config.owns_inventory and events.enable_kv_cache_events
+        self._inventory = Inventory(codec, self.locality, publishes=publishes)
         self._pins = self._make_pins(codec, namespace, block_refs, agent)
+        watches = publishes or config.g3 is not None
+        guard = setup.guard_config(config, local_rank, namespace)
+        self._backend = Backend.start(
+            Natives(KVCR, ZmqPeerControlChannel, mmap.mmap, _RETAINED_NATIVE_BUFFERS),
+            config,
+            primary,
+            # Not the view, which vLLM releases, but what it is a view of.
+            primary_buffer=primary_kv_view.obj,
+            agent=agent,
+            port=port,
+            guard=guard,
+            bindings={
+                "request_pin": self._pins.request_pin,
+                "poll_pin_results": self._pins.poll_pin_results,
+                "release_pin": self._pins.release_pin,
+                "cancel_pin_request": self._pins.cancel_pin_request,
+                "key_adapter": codec,
+                "inventory_sink": self._inventory.report if watches else None,
+                "stats_factory": KvcrStats if config.enable_telemetry else None,
+                "policy": choose_policy(config.policy, has_files=config.g3 is not None),
+                "on_resilience_event": self._quarantine.report,
+            },
+        )
+        logger.info("kvcr tier: %s", shims.describe_start())
+
+        self._kvcr = kvcr = self._backend.kvcr
+        self._usable = True
+        self._shut_down = False
         # Counted here and not in ``Losses``: a miss is as frequent as a lookup.
         self._missed = self._missed_hinted = 0
-        self._resilience = Resilience(self._health, self._pins, config.serves_peers)
-        self._shut_down = False
-        self._usable = True
-        publishes = config.owns_inventory and events.enable_kv_cache_events
-
-        slots, option = setup.pool_slots(config, primary)
-        self._pool: PoolMemory | None = None
-        channel: Any | None = None
-        advertised = setup.advertise_host(config)
-        try:
-            pool = None
-            if slots:
-                self._pool = PoolMemory(
-                    mmap.mmap, slots * primary.row_bytes, option, config.populate_pool
-                )
-                pool = (self._pool.address, self._pool.size)
-            if port is not None:
-                channel = ZmqPeerControlChannel(config.control_host, port, advertised)
-            bindings = KVCRBindings(
-                request_pin=self._pins.request_pin,
-                poll_pin_results=self._pins.poll_pin_results,
-                release_pin=self._pins.release_pin,
-                cancel_pin_request=self._pins.cancel_pin_request,
-                framework_control=channel,
-                key_adapter=codec,
-                inventory_sink=self._inventory.report if publishes else None,
-                stats_factory=KvcrStats if config.enable_telemetry else None,
-                policy=policy,
-                on_resilience_event=self._resilience.report,
-            )
-            self._kvcr = KVCR(
-                setup.kvcr_config(config, primary, agent),
-                bindings,
-                setup.backend_configs(config, primary, pool),
-                guard,
-            )
-        except BaseException as error:
-            self._undo_start(error, channel)
-            refused = setup.service_refused(guard, error)
-            if refused is not None:
-                raise refused from error
-            raise
-
-        if guard is not None:
-            slots = (shims.service_pool_bytes(self._kvcr) or 0) // primary.row_bytes
-
-        logger.info("kvcr tier: %s", shims.describe_start())
-        peers = Peers()
+        self._liveness = Liveness()
         self._backoff = Backoff()
         endpoints = None
         if port is not None:
+            advertised = setup.advertise_host(config)
             endpoints = own_endpoints(config.control_host, advertised, port)
         self._hints = Hints(
-            self._kvcr,
-            peers,
+            kvcr,
+            self._liveness,
             self._losses,
             endpoints,
             setup.max_pull_blocks(config, primary),
             self._fail,
         )
         self._hinted = self._hints.requests
+        # Stand-ins for KVCR in vLLM's tests deliver, and do not fetch.
+        stages = hasattr(kvcr, "fetch")
+        limits = setup.limits_of(config, primary, self._backend.slots, stages=stages)
+        self._stages = stages
+        self._staging = Staging(
+            kvcr,
+            limits=limits,
+            liveness=self._liveness,
+            quarantine=self._quarantine,
+            inventory=self._inventory,
+            health=self._health,
+            hinted=self._hinted,
+            files=setup.files_of(config),
+        )
         sums: BlockSums | None = None
         if config.g3 is not None and config.verify_blocks:
-            known = 2 * (slots + setup.g3_slots(config, primary))
+            known = 2 * (self._backend.slots + setup.g3_slots(config, primary))
             rows = np.asarray(primary_kv_view)
             sums = BlockSums(rows, known, strict=guard is None)
         self._transfers = Transfers(
-            self._kvcr,
-            block_refs,
-            namespace.prefix,
-            setup.limits_of(config, primary, slots),
-            self._hints,
-            peers,
-            self._backoff,
-            self._losses,
-            self._fail,
-            has_files=config.g3 is not None,
-            peers_land_in_pool=config.remote_landing == "pool",
+            kvcr,
+            prefix=namespace.prefix,
+            block_refs=block_refs,
+            limits=limits,
+            staging=self._staging,
+            hints=self._hints,
+            liveness=self._liveness,
+            quarantine=self._quarantine,
+            backoff=self._backoff,
+            losses=self._losses,
             sums=sums,
             block_bytes=primary.row_bytes if config.enable_telemetry else None,
         )
-        self._resilience.transfers = self._transfers
-        self._closer = Closer(self._kvcr)
-        self._query: Any = self._kvcr.query
-        self._align = getattr(self._kvcr, "align_sequence", None)
+        self._query: Any = kvcr.query
+        self._align = getattr(kvcr, "align_sequence", None)
         if not config.has_own_storage:
             self._align = None
         # Where nothing wakes a sleeping engine for a peer, it must not sleep.
@@ -274,12 +257,13 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             return _LOOKUP_MISS
         if status is _HIT:
             return _LOOKUP_HIT
-        if tier is _REMOTE and status is _FETCHABLE:
-            return self._look_up_remote(request_id)
+        if status is _FETCHABLE:
+            return self._look_up_elsewhere(key, request_id, tier)
         return LOOKUPS.get(status, _LOOKUP_MISS)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self._usable:
+            self._backoff.begin(req_context.req_id)
             self._hints.accept(req_context)
         return RequestOffloadingContext()
 
@@ -324,17 +308,11 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         return bool(
             self._transfers.outstanding
             or self._transfers.has_results
+            or self._staging.introducing
             or self._pins.pending
             or self._inventory.pending
             or (self._steps_for_peers and self._usable)
         )
-
-    @property
-    def bp_detector(self) -> Any | None:
-        given = getattr(self, "_bp_detector", None)
-        if given is None and not (self._usable and self._config.has_own_storage):
-            return _DECLINER
-        return given
 
     # --- peers -----------------------------------------------------------------------
 
@@ -389,19 +367,11 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             return
         self._drain(min(2 * self._config.abandon_timeout / 1000, _LONGEST_DRAIN_S))
         self._shut_down = True
-        self._usable = False
-        self._query = _misses
-        self._transfers.abandon()
-        self._pins.abandon()
-        free = self._closer.wait(_CLOSE_TIMEOUT_S)
+        self._give_up()
+        free = self._backend.stop()
         self._transfers.close()
         if free:
-            self._transfers.native_stopped()
-            self._pins.native_stopped()
-            if self._pool is not None:
-                self._pool.free()
-        else:
-            self._retain_buffers()
+            self._native_stopped()
         self._losses.log()
 
     # --- inside ----------------------------------------------------------------------
@@ -416,26 +386,48 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             codec,
             block_refs,
             self._losses,
+            self._quarantine,
             lambda key: namespace.difference(key, size),
             request_prefix=f"kvcr-pin-{agent}-",
             uncounted=getattr(self, "_bp_detector", None) is not None,
         )
 
-    def _look_up_remote(self, request_id: str) -> LookupResult:
-        """A hinted peer may have it; whether it is worth asking is said here."""
-        landings = self._transfers.landings
-        if self._hints.peer_is_down(request_id):
-            reason = Lost.PEER_DOWN
-        elif landings is not None and landings.room <= 0:
+    def _look_up_elsewhere(
+        self, key: OffloadKey, request_id: str, tier: CacheTier | None
+    ) -> LookupResult:
+        """A hinted peer or a file may have it; whether to ask is decided here."""
+        if tier is _REMOTE:
+            source = self._hints.endpoint(request_id)
+            if source is None:
+                return _LOOKUP_HIT
+        else:
+            source = FILES
+        standing = self._liveness.standing(source)
+        if not self._stages and standing is Standing.UNKNOWN:
+            standing = Standing.USABLE
+        if standing is not Standing.USABLE:
+            if standing is Standing.UNKNOWN:
+                self._staging.introduce(source, self._prefix + key, request_id)
+            if source is FILES:
+                reason = Lost.DISK_STALLED
+            elif standing is Standing.UNKNOWN:
+                reason = Lost.INTRODUCING
+            else:
+                reason = Lost.PEER_DOWN
+        elif source is FILES:
+            return _LOOKUP_HIT
+        elif self._stages and self._staging.peer_room <= 0:
             reason = Lost.LANDING_FULL
         elif not self._hints.claim_pull(request_id):
             reason = Lost.PULL_LIMIT
         else:
-            return LookupResult.HIT
+            return _LOOKUP_HIT
         self._losses.add(reason)
-        return LookupResult.MISS
+        return _LOOKUP_MISS
 
-    def _submit(self, submit: Any, job_metadata: TransferJob) -> None:
+    def _submit(
+        self, submit: Callable[[TransferJob], None], job_metadata: TransferJob
+    ) -> None:
         try:
             submit(job_metadata)
         except Exception as error:
@@ -448,13 +440,23 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         if self._shut_down:
             return
         if not self._usable:
-            if self._closer.quiescent:
-                self._transfers.native_stopped()
-                self._pins.native_stopped()
+            if self._backend.closer.quiescent:
+                self._native_stopped()
             return
         try:
-            for handle, entries in self._kvcr.poll_completed():
+            completed = self._kvcr.poll_completed()
+        except Exception as error:
+            self._fail(error)
+            return
+        # Each by itself: what was finished is not lost with one that fails.
+        for handle, entries in completed:
+            try:
                 self._transfers.complete(handle, entries)
+            except Exception as error:
+                self._fail(error)
+        if not self._usable:
+            return
+        try:
             self._transfers.pump()
         except Exception as error:
             self._fail(error)
@@ -483,7 +485,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 )
                 continue
             if give_up_after_s is not None and (
-                waited > give_up_after_s or self._closer.quiescent is False
+                waited > give_up_after_s or self._backend.closer.quiescent is False
             ):
                 return False
             if now - warned >= _WAIT_WARNING_S:
@@ -502,32 +504,21 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         """KVCR can no longer be used. Native code may still run: see ``Closer``."""
         if not self._usable:
             return
-        self._usable = False
         self._health.fail(error)
+        self._give_up()
+        self._backend.closer.start()
+
+    def _give_up(self) -> None:
+        """End what can be ended, and answer as if KVCR held nothing."""
+        self._usable = False
         self._query = _misses
         self._transfers.abandon()
         self._pins.abandon()
-        self._closer.start()
 
-    def _undo_start(self, error: BaseException, channel: Any | None) -> None:
-        """After a failed start: close what was opened, or keep what must be kept."""
-        native_alive = shims.native_alive_after(error) or not isinstance(
-            error, Exception
-        )
-        if native_alive:
-            self._retain_buffers()
-            return
-        if channel is not None:
-            channel.close()
-        if self._pool is not None:
-            self._pool.free()
-            self._pool = None
-
-    def _retain_buffers(self) -> None:
-        # Not the view, which vLLM releases, but what it is a view of.
-        _RETAINED_NATIVE_BUFFERS.append(self._primary_kv_view.obj)
-        if self._pool is not None:
-            _RETAINED_NATIVE_BUFFERS.append(self._pool.buffer)
+    def _native_stopped(self) -> None:
+        self._quarantine.native_stopped()
+        self._transfers.native_stopped()
+        self._pins.native_stopped()
 
 
 def _misses(keys: Collection[bytes], request_id: str | None) -> list[Any]:

@@ -28,6 +28,12 @@ from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import Limits
 
 _LANDING_POOL_BYTES = 256 << 20
 _LANDING_SLOTS = (8, 256)
+# Where peers write into the primary tier, only their introductions need a slot. Each
+# peer that died in the middle of one keeps its slot.
+_INTRODUCTION_SLOTS = 4
+# Read from a slow disk, this much is there long before a disk would pass for one that
+# hangs.
+_FILE_OPERATION_BYTES = 8 << 20
 # NIXL wants a port to listen on and picks a free one for 0. Peers never dial it: they
 # exchange NIXL's metadata over the control channel.
 _ANY_PORT = 0
@@ -69,26 +75,39 @@ def primary_of(view: memoryview) -> Primary:
     return Primary(ctypes.addressof(exported), row_bytes, rows)
 
 
-def check_events(config: TierConfig, events: Any) -> str | None:
-    """Whether KV events can carry what KVCR owns; a warning, if there is one.
+def warnings(config: TierConfig, events: Any) -> list[str]:
+    """What an operator should know at start.
 
     Raises:
         OptionError: events are on, and would not say what KVCR's blocks are.
     """
-    if not config.owns_inventory:
-        return None
-    if not events.enable_kv_cache_events:
-        return (
+    said = []
+    if config.kvcr_service_socket_path is not None and config.secondary_g2_slots:
+        said.append("the service's pool is used; secondary_g2_slots is ignored")
+    given = config.operation_timeout_ms
+    if config.serves_peers and given and given < config.introduction_timeout_ms:
+        said.append(
+            f"operation_timeout_ms = {given} leaves that long for the first contact "
+            "with a peer, which can take seconds; leave it out and set pull_timeout_ms "
+            "to bound how long requests wait"
+        )
+    if config.owns_inventory and not events.enable_kv_cache_events:
+        said.append(
             "KV events are off, so that what KVCR holds will not be published and "
             "routers will not know of it"
         )
-    if not events.self_describing_kv_events:
+    elif config.owns_inventory and not events.self_describing_kv_events:
         raise OptionError(
             "kvcr tier: with KV events on, blocks that KVCR owns (secondary_g2_slots, "
             "kvcr_service_socket_path, g3) need self_describing_kv_events: true in "
             "kv_connector_extra_config, so that routers can tell what they are"
         )
-    return None
+    return said
+
+
+def files_of(config: TierConfig) -> str:
+    """How messages name the files."""
+    return "" if config.g3 is None else ", ".join(map(str, config.g3.paths))
 
 
 def advertise_host(config: TierConfig) -> str:
@@ -101,17 +120,26 @@ def pool_slots(config: TierConfig, primary: Primary) -> tuple[int, str]:
         return 0, ""
     if config.secondary_g2_slots:
         return config.secondary_g2_slots, "secondary_g2_slots"
-    if not config.serves_peers or config.remote_landing == "primary":
+    if not config.serves_peers:
         return 0, ""
     if config.landing_slots is not None:
         return config.landing_slots, "landing_slots"
+    if config.remote_landing == "primary":
+        return _INTRODUCTION_SLOTS, "landing_slots"
     least, most = _LANDING_SLOTS
     fitting = _LANDING_POOL_BYTES // primary.row_bytes
     return max(least, min(most, fitting)), "landing_slots"
 
 
-def limits_of(config: TierConfig, primary: Primary, slots: int) -> Limits:
-    """The bounds on what is under way, in blocks of this primary tier."""
+def limits_of(
+    config: TierConfig, primary: Primary, slots: int, *, stages: bool = True
+) -> Limits:
+    """The bounds on what is under way, in blocks of this primary tier.
+
+    Args:
+        slots: Slots of KVCR's pool; 0 if that is not known.
+        stages: Whether blocks can be staged at all.
+    """
     operation = max(1, config.max_operation_bytes // primary.row_bytes)
     window = max(operation, config.max_inflight_bytes // primary.row_bytes)
     # A service's pool whose size is not known is assumed to be large.
@@ -119,20 +147,32 @@ def limits_of(config: TierConfig, primary: Primary, slots: int) -> Limits:
     # Slots in use cannot be evicted. Together the shares are the pool at most, so
     # that whatever is started finds a slot.
     if config.has_own_storage:
-        load, store, landing = pool // 2, pool // 4, pool // 4
-    else:
-        load, store, landing = pool // 4, 0, pool - pool // 4
-    lands = config.g3 is not None or (
-        config.serves_peers and config.remote_landing == "pool"
-    )
+        load, store, staged = pool // 2, pool // 4, pool // 4
+    elif config.remote_landing == "pool":
+        load, store, staged = pool // 4, 0, pool - pool // 4
+    else:  # the pool is there for introductions only
+        load, store, staged = window, 0, pool
+    files, peers = stages and config.g3 is not None, stages and config.serves_peers
+    # Files and peers never wait for each other.
+    filed = staged // 2 if peers else staged
+    pulled = staged - filed if files else staged
+    file_window = max(1, min(window, filed)) if files else 0
+    file_operation = max(1, _FILE_OPERATION_BYTES // primary.row_bytes)
+    # One peer may take three quarters of it: that is to be a whole window.
+    peer_window = max(1, min(window * 4 // 3, pulled)) if peers else 0
     return Limits(
         load_operation=max(1, min(operation, load)),
         load_window=max(1, min(window, load)),
         store_operation=max(1, min(operation, store)),
         store_window=max(1, min(window, store)),
-        landing_window=max(1, min(window, landing)) if lands else 0,
+        file_operation=min(file_operation, operation, max(1, file_window)),
+        file_window=file_window,
+        peer_window=peer_window,
+        stages_peers=peers and config.remote_landing == "pool",
         operation_timeout_s=config.operation_timeout / 1000,
+        file_timeout_s=config.load_timeout / 1000,
         pull_timeout_s=config.pull_timeout / 1000,
+        introduction_timeout_s=config.introduction_timeout / 1000,
     )
 
 

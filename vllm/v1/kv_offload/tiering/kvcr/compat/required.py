@@ -57,6 +57,7 @@ REQUIRED_NAMES = {
         "PinResult",
         "QueryStatus",
         "RecoveryMirrorError",
+        "ReleaseHandle",
         "TransferError",
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": (

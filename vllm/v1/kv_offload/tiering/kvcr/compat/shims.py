@@ -30,8 +30,6 @@ from vllm.v1.kv_offload.tiering.base import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
-    from kvcr import KVCR
-
     from vllm.v1.kv_offload.base import OffloadKey
 
 BlockRefs = list[Any]
@@ -112,7 +110,7 @@ def job_result(
     job_id: int,
     success: bool,
     *,
-    successful_keys: "list[OffloadKey] | None" = None,
+    successful_keys: "set[OffloadKey] | None" = None,
     transfer_time: float | None = None,
     transfer_bytes: int | None = None,
 ) -> JobResult:
@@ -165,7 +163,7 @@ def primary_source_keys(error: "kvcr_types.TransferError") -> set[bytes]:
     return {key for key in blocks if owners.get(key) == "framework"}
 
 
-def is_quiescent(kvcr_instance: "KVCR") -> bool:
+def is_quiescent(kvcr_instance: object) -> bool:
     """Whether native code has provably let go of every buffer.
 
     ``close()`` raises the progress thread's old failure even after everything was
@@ -178,7 +176,7 @@ def is_quiescent(kvcr_instance: "KVCR") -> bool:
         return False
 
 
-def service_pool_bytes(kvcr_instance: "KVCR") -> int | None:
+def service_pool_bytes(kvcr_instance: object) -> int | None:
     """Size of the pool that the KVCR service granted, where it can be told.
 
     No release has a public way to ask. Can go once one has.
@@ -205,7 +203,7 @@ def capabilities() -> dict[str, bool]:
     """What the installed releases allow, and whether they do."""
     return {
         "off_thread_polling": HAS_TIER_POLL_THREAD,
-        "store_declining": HAS_BACKPRESSURE,
+        "backpressure": HAS_BACKPRESSURE,
         "transfer_sizes": _HAS_TRANSFER_BYTES,
         "kv_hints": _HAS_KV_HINTS,
         "config_info": _HAS_CONFIG_INFO,

@@ -18,7 +18,7 @@ import msgspec
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import Fault, fault_of
-from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import Peers
+from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import Liveness
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Losses
 
 MAX_HASHES = 1 << 17
@@ -60,7 +60,7 @@ class Hints:
     def __init__(
         self,
         sink: HintSink,
-        peers: Peers,
+        peers: Liveness,
         losses: Losses,
         own_endpoints: Collection[str] | None,
         max_pull_blocks: int,

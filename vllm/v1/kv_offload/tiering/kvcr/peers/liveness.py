@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which peers answer, so that one that does not costs one wait and not one a request.
+"""Which sources of blocks answer: peers, and this engine's own files.
 
-A peer starts unproven: one small pull goes first and the rest waits for its result.
-A peer that stays silent for a whole operation timeout is left alone for a while that
-doubles each time; the first pull afterwards is again a small one.
+A peer that nobody has pulled from yet is introduced first: one block is pulled beside
+all requests, which run as if they had no hint until it arrives. Connecting, exchanging
+NIXL's metadata and wiring UCX up can take seconds, which is no peer's fault.
+
+A source that is known to answer and then stays silent for a whole timeout is left
+alone, twice as long each time, and is then introduced again. So a dead peer or a disk
+that hangs costs one wait and not one a request. Files need no first introduction.
 """
 
 import time
@@ -13,86 +17,123 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+FILES = "files"
+"""Stands for this engine's own files, beside the peers' ``tcp://`` endpoints."""
+
 FIRST_COOLDOWN_S = 10.0
 LONGEST_COOLDOWN_S = 600.0
-PROBE_BLOCKS = 1
-"""Blocks of the first pull. KVCR keeps the memory of a pull that a dead peer never
-finished, so the less goes into the unknown, the less is lost."""
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+"""Between introductions that told nothing, such as one block that was not there."""
 
-_MAX_PEERS = 1024
+_MAX_SOURCES = 1024
 
 
-class Admission(Enum):
-    ALL = auto()
-    PROBE = auto()
-    """At most ``PROBE_BLOCKS`` now; the rest waits for the answer."""
-    WAIT = auto()
-    """A probe is on its way."""
-    REFUSED = auto()
-    """Cooling down."""
+class Standing(Enum):
+    USABLE = auto()
+    UNKNOWN = auto()
+    """Not introduced yet, or introductions told nothing so far."""
+    COOLING = auto()
+    """Left alone after a silence."""
 
 
 @dataclass(slots=True)
-class _Peer:
+class _Source:
     proven: bool = False
-    probing: bool = False
-    failures: int = 0
-    failed_at: float = 0.0
-    cooling_until: float = 0.0
+    introducing: bool = False
+    silences: int = 0
+    silent_since: float = 0.0
+    inconclusive: int = 0
+    left_alone_until: float = 0.0
+    heard_at: float = 0.0
 
 
-class Peers:
-    """The peers that this engine has pulled from. Bounded; no thread of its own."""
+class Liveness:
+    """What is known of each source. Bounded; driven by one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+        self._sources: OrderedDict[str, _Source] = OrderedDict()
+        self._files = _Source(proven=True)
 
-    def is_down(self, endpoint: str) -> bool:
-        """Whether a request should miss at once instead of waiting for this peer."""
-        peer = self._peers.get(endpoint)
-        if peer is None or not peer.failures:
+    def standing(self, name: str) -> Standing:
+        """Whether blocks may be asked for. Changes nothing."""
+        source = self._known(name)
+        if source is None:
+            return Standing.UNKNOWN
+        if source.silences and self._clock() < source.left_alone_until:
+            return Standing.COOLING
+        return Standing.USABLE if source.proven else Standing.UNKNOWN
+
+    def is_down(self, name: str) -> bool:
+        return self.standing(name) is Standing.COOLING
+
+    def begin_introduction(self, name: str) -> bool:
+        """Reserve the introduction of a source, if one is due."""
+        source = self._source(name)
+        if (
+            source.proven
+            or source.introducing
+            or self._clock() < source.left_alone_until
+        ):
             return False
-        return peer.probing or self._clock() < peer.cooling_until
+        source.introducing = True
+        return True
 
-    def admit(self, endpoint: str) -> Admission:
-        """Ask to pull now. ``PROBE`` reserves the probe."""
-        peer = self._peer(endpoint)
-        if peer.proven:
-            return Admission.ALL
-        if peer.failures and self._clock() < peer.cooling_until:
-            return Admission.REFUSED
-        if peer.probing:
-            return Admission.WAIT
-        peer.probing = True
-        return Admission.PROBE
+    def heard(self, name: str) -> None:
+        """A block arrived in time."""
+        source = self._source(name)
+        source.proven = True
+        source.introducing = False
+        source.silences = source.inconclusive = 0
+        source.left_alone_until = 0.0
+        source.heard_at = self._clock()
 
-    def answered(self, endpoint: str) -> None:
-        """A pull came back in time, with or without blocks."""
-        peer = self._peer(endpoint)
-        peer.proven = True
-        peer.probing = False
-        peer.failures = 0
+    def heard_late(self, name: str) -> None:
+        """A block arrived after it was given up: the source is alive, but slow.
 
-    def silent(self, endpoint: str, started_at: float) -> None:
-        """A pull that began at ``started_at`` was not answered in time."""
-        peer = self._peer(endpoint)
-        peer.proven = False
-        peer.probing = False
-        # Pulls that were already on their way say nothing new.
-        if peer.failures and started_at < peer.failed_at:
+        It is usable once it has cooled down, without another introduction.
+        """
+        source = self._source(name)
+        source.proven = True
+        source.introducing = False
+
+    def inconclusive(self, name: str) -> None:
+        """An introduction failed before its time, which tells nothing."""
+        source = self._source(name)
+        source.introducing = False
+        pause = FIRST_PAUSE_S * 2.0 ** min(source.inconclusive, 16)
+        source.inconclusive += 1
+        source.left_alone_until = self._clock() + min(pause, LONGEST_PAUSE_S)
+
+    def silent(self, name: str, asked_at: float) -> None:
+        """Nothing arrived in time of what was asked for at ``asked_at``.
+
+        Ignored if the source was heard of since, or if this silence was noted already.
+        """
+        source = self._source(name)
+        source.introducing = False
+        if asked_at < source.heard_at or (
+            source.silences and asked_at < source.silent_since
+        ):
             return
-        cooldown = FIRST_COOLDOWN_S * 2.0 ** min(peer.failures, 16)
-        peer.failures += 1
-        peer.failed_at = self._clock()
-        peer.cooling_until = peer.failed_at + min(cooldown, LONGEST_COOLDOWN_S)
+        source.proven = False
+        cooldown = FIRST_COOLDOWN_S * 2.0 ** min(source.silences, 16)
+        source.silences += 1
+        source.silent_since = self._clock()
+        source.left_alone_until = source.silent_since + min(
+            cooldown, LONGEST_COOLDOWN_S
+        )
 
-    def _peer(self, endpoint: str) -> _Peer:
-        peer = self._peers.get(endpoint)
-        if peer is None:
-            while len(self._peers) >= _MAX_PEERS:
-                self._peers.popitem(last=False)
-            peer = self._peers[endpoint] = _Peer()
-        else:
-            self._peers.move_to_end(endpoint)
-        return peer
+    def _known(self, name: str) -> _Source | None:
+        return self._files if name is FILES else self._sources.get(name)
+
+    def _source(self, name: str) -> _Source:
+        source = self._known(name)
+        if source is None:
+            while len(self._sources) >= _MAX_SOURCES:
+                self._sources.popitem(last=False)
+            source = self._sources[name] = _Source()
+        elif name is not FILES:
+            self._sources.move_to_end(name)
+        return source

@@ -11,7 +11,7 @@ nothing; a job that was made for it comes back failed. A block that is on its wa
 the primary tier keeps its request waiting until KVCR gives it up.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.tiering.base import (
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Losses, Lost
+from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 
 MAX_KEYS_PER_SERVE = 2048
 """Bounds what one engine step spends on peers; further requests wait for the next."""
@@ -58,6 +59,7 @@ class Pins:
         codec: KeyCodec,
         block_refs: Callable[[int], shims.BlockRefs],
         losses: Losses,
+        quarantine: Quarantine,
         explain_foreign: Callable[[BlockKey], str],
         *,
         request_prefix: str,
@@ -66,6 +68,7 @@ class Pins:
         self._codec = codec
         self._block_refs = block_refs
         self._losses = losses
+        self._quarantine = quarantine
         self._explain_foreign = explain_foreign
         self._request_prefix = request_prefix
         self._uncounted = uncounted
@@ -74,9 +77,9 @@ class Pins:
         self._waiting: _Requests = OrderedDict()
         self._answers: list[tuple[PinRequestId, PinResult]] = []
         self._held: dict[PinHandle, _Pin] = {}
-        self._uncertain: dict[int, set[bytes]] = {}
         self._refused: set[PinHandle] = set()
-        self._results: list[JobResult] = []
+        # Appended to by the thread that closes KVCR as well.
+        self._results: deque[JobResult] = deque()
 
     @property
     def outstanding(self) -> int:
@@ -116,7 +119,7 @@ class Pins:
         pin = self._held.get(handle)
         if pin is None:
             return True
-        if any(not pin.keys.isdisjoint(keys) for keys in self._uncertain.values()):
+        if self._quarantine.may_read(pin.keys):
             self._refused.add(handle)
             return False
         self._let_go(handle, success=True)
@@ -140,17 +143,8 @@ class Pins:
             self._let_go(handle, success=False)
         return len(refused)
 
-    def uncertain(self, operation: int, keys: set[bytes]) -> None:
-        """A write from these blocks could not be stopped."""
-        self._uncertain[operation] = keys
-
-    def quiesced(self, operation: int) -> None:
-        """It can no longer happen."""
-        self._uncertain.pop(operation, None)
-
     def take_results(self) -> list[JobResult]:
-        results, self._results = self._results, []
-        return results
+        return [self._results.popleft() for _ in range(len(self._results))]
 
     def serve(self, parent: ParentManager) -> bool:
         """Answer what can be answered; true if there is an answer for KVCR.
@@ -181,8 +175,10 @@ class Pins:
         self._answers.clear()
 
     def native_stopped(self) -> None:
-        """Native code has let go of every buffer: give every pin back."""
-        self._uncertain.clear()
+        """Native code has let go of every buffer: give every pin back.
+
+        The quarantine has been told before.
+        """
         for handle in list(self._held):
             self.release_pin(handle)
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whether the tier works, since when it does not, and why."""
+"""Whether the tier works, and why it does not."""
 
-import time
 from enum import Enum
 
 from vllm.logger import init_logger
@@ -44,6 +43,11 @@ class Reason(Enum):
             "from KVCR's pool cannot tell: check the disk and restart this engine"
         ),
     )
+    DISK_STALLED = (
+        "disk_stalled",
+        "blocks on file are recomputed meanwhile, and the files are tried again after "
+        "a pause; check their disk, or raise operation_timeout_ms if it is only slow",
+    )
     BACKEND_FAILED = (
         "backend_failed",
         "blocks are recomputed from here on; restart this engine to use KVCR again",
@@ -60,7 +64,6 @@ class Health:
     def __init__(self) -> None:
         self.state = State.HEALTHY
         self.reason = Reason.NONE
-        self.since = time.time()
         self._degraded: list[Reason] = []
         self._reported = (State.HEALTHY, Reason.NONE)
 
@@ -116,4 +119,3 @@ class Health:
     def _set(self, state: State, reason: Reason) -> None:
         self.state = state
         self.reason = reason
-        self.since = time.time()

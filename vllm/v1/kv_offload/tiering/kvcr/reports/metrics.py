@@ -69,6 +69,16 @@ class Lost(Enum):
         "a hinted peer did not answer lately and is left alone for a while; check "
         "that it runs and that its control port can be reached from here",
     )
+    INTRODUCING = (
+        "introducing",
+        "a hinted peer was contacted for the first time; requests are served from it "
+        "once it has answered",
+    )
+    DISK_STALLED = (
+        "disk_stalled",
+        "the g3 files did not answer lately and are left alone for a while; check "
+        "their disk",
+    )
     LANDING_FULL = (
         "landing_full",
         "peers that died still own KVCR's memory; restart this engine",
@@ -77,10 +87,16 @@ class Lost(Enum):
         "backing_off",
         "a block that could not be loaded is not tried again for a while",
     )
+    GONE = ("gone", "")
+    TIMED_OUT = (
+        "timed_out",
+        "a peer did not deliver within pull_timeout_ms, or a file within "
+        "operation_timeout_ms; check the peer or the disk, or raise the option",
+    )
     LOAD_FAILED = (
         "load_failed",
-        "blocks that KVCR held could not be loaded in operation_timeout_ms; check the "
-        "peer or the disk, or raise the option",
+        "blocks could not be loaded: the peer no longer had them, or KVCR could not "
+        "read or copy them",
     )
     CORRUPT = (
         "corrupt",

@@ -1,86 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""KVCR's reports on memory that a failed transfer may still touch, and on itself.
+"""The ledger of memory that a transfer which could not be stopped may still touch.
 
-A report is ``uncertain``, when a write could not be stopped, or ``quiesced``, when it
-can no longer happen. Between the two the memory must not be used for anything else:
-slots of the primary tier are held back, pins are kept, and of the pool, which KVCR
-itself holds back, it is counted how much is left.
+KVCR reports such memory as ``uncertain``, and as ``quiesced`` once it is free again.
+Between the two it must not be used for anything else. KVCR reports inside its poll,
+before it fails the operation or asks for the pin: who acts on these reads the ledger.
 """
 
 from kvcr.types import TransferError
 
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
-from vllm.v1.kv_offload.tiering.kvcr.peers.pins import Pins
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health, Reason
-from vllm.v1.kv_offload.tiering.kvcr.transfers.staging import Landings
-from vllm.v1.kv_offload.tiering.kvcr.transfers.transfers import Transfers
 
 
-class Resilience:
-    """Passes each report on to those whose memory it is about.
+class Quarantine:
+    """What KVCR reported and has not taken back. Made before KVCR.
 
     Args:
         is_source: Whether peers pull from this engine.
     """
 
-    def __init__(self, health: Health, pins: Pins, is_source: bool) -> None:
+    def __init__(self, health: Health, is_source: bool) -> None:
         self._health = health
-        self._pins = pins
         self._is_source = is_source
-        self._open: set[tuple[str, int]] = set()
-        self.transfers: Transfers | None = None
+        self._writes: set[int] = set()
+        self._reads: dict[int, set[bytes]] = {}
+        self._pool: dict[int, int] = {}
+        self.pool_slots = 0
+        """Slots of KVCR's pool that a peer may still write to."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._writes or self._reads or self._pool)
+
+    def may_write(self, operation: int) -> bool:
+        """Whether a peer may still write into the primary slots of a load."""
+        return operation in self._writes
+
+    def may_read(self, keys: frozenset[bytes]) -> bool:
+        """Whether a write to a peer may still read any of these blocks."""
+        return any(not keys.isdisjoint(held) for held in self._reads.values())
 
     def report(self, error: Exception) -> None:
-        """KVCR's ``on_resilience_event``, called inside its poll."""
-        if isinstance(error, TransferError):
-            uncertain = error.state == "uncertain"
-            if error.source_blocks:
-                self._source(error, uncertain)
-            if error.destination_regions:
-                self._destination(error, uncertain)
-        elif self._is_source:
-            self._health.degrade(Reason.SOURCE_STALLED, error)
-
-    def _source(self, error: TransferError, uncertain: bool) -> None:
-        self._note("source", error, uncertain)
-        if uncertain:
-            self._pins.uncertain(error.op_handle, shims.primary_source_keys(error))
-        else:
-            self._pins.quiesced(error.op_handle)
-
-    def _destination(self, error: TransferError, uncertain: bool) -> None:
-        self._note("destination", error, uncertain)
-        transfers = self.transfers
-        if transfers is None:
+        """KVCR's ``on_resilience_event``."""
+        if not isinstance(error, TransferError):
+            if self._is_source:
+                self._health.degrade(Reason.SOURCE_STALLED, error)
             return
-        if not shims.writes_primary(error):
-            if transfers.landings is not None:
-                blocks = len(error.destination_regions or ())
-                self._landing(transfers.landings, blocks, uncertain)
-        elif uncertain:
-            transfers.uncertain(error.op_handle)
-        else:
-            transfers.quiesced(error.op_handle)
-
-    def _landing(self, landings: Landings, blocks: int, uncertain: bool) -> None:
-        if uncertain:
-            landings.uncertain(blocks)
-        else:
-            landings.quiesced(blocks)
-        if landings.room <= 0:
-            self._health.degrade(Reason.LANDING_FULL, "no landing slot is left")
-        else:
-            self._health.recover(Reason.LANDING_FULL)
-
-    def _note(self, side: str, error: TransferError, uncertain: bool) -> None:
-        """Degraded as long as any report is open. Handles are unique by side."""
-        if uncertain:
-            self._open.add((side, error.op_handle))
-            blocks = len(error.source_blocks or error.destination_regions or ())
-            detail = f"{blocks} blocks are the {side} of a write that did not stop"
-            self._health.degrade(Reason.MEMORY_UNCERTAIN, detail)
-            return
-        self._open.discard((side, error.op_handle))
-        if not self._open:
+        uncertain = error.state == "uncertain"
+        if error.source_blocks:
+            self._note_source(error, uncertain)
+        if error.destination_regions:
+            self._note_destination(error, uncertain)
+        if self.is_empty:
             self._health.recover(Reason.MEMORY_UNCERTAIN)
+
+    def native_stopped(self) -> None:
+        """Native code has let go of every buffer."""
+        self._writes.clear()
+        self._reads.clear()
+        self._pool.clear()
+        self.pool_slots = 0
+
+    def _note_source(self, error: TransferError, uncertain: bool) -> None:
+        if uncertain:
+            self._reads[error.op_handle] = shims.primary_source_keys(error)
+            self._degrade(len(error.source_blocks or ()), "source")
+        else:
+            self._reads.pop(error.op_handle, None)
+
+    def _note_destination(self, error: TransferError, uncertain: bool) -> None:
+        handle = error.op_handle
+        if uncertain:
+            blocks = len(error.destination_regions or ())
+            if shims.writes_primary(error):
+                self._writes.add(handle)
+            else:
+                self._pool[handle] = blocks
+            self._degrade(blocks, "destination")
+        else:
+            # Given back is what was reported, whatever this report counts.
+            self._writes.discard(handle)
+            self._pool.pop(handle, None)
+        self.pool_slots = sum(self._pool.values())
+
+    def _degrade(self, blocks: int, side: str) -> None:
+        detail = f"{blocks} blocks are the {side} of a write that did not stop"
+        self._health.degrade(Reason.MEMORY_UNCERTAIN, detail)

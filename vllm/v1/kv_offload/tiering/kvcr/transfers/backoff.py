@@ -9,7 +9,7 @@ would go round for ever.
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 from vllm.v1.kv_offload.base import OffloadKey
 
@@ -23,11 +23,13 @@ class Backoff:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._by_request: dict[str, set[OffloadKey]] = {}
+        # Only requests that are under way: a load can fail after its request ended.
+        self._by_request: dict[str, set[OffloadKey] | None] = {}
+        self._requests_with_failures = 0
         # key -> (failures in a row, when to try again)
         self._by_key: OrderedDict[OffloadKey, tuple[int, float]] = OrderedDict()
         self.active = False
-        """Whether anything is remembered at all; read before ``blocks``."""
+        """Whether any failure is remembered; read before ``blocks``."""
 
     def blocks(self, key: OffloadKey, request_id: str) -> bool:
         """Whether a lookup has to miss."""
@@ -37,20 +39,37 @@ class Backoff:
         entry = self._by_key.get(key)
         return entry is not None and self._clock() < entry[1]
 
-    def failed(self, key: OffloadKey, request_id: str, *, everyone: bool) -> None:
-        """Note a failed load. ``everyone``: it is the block's fault, not a peer's."""
-        self.active = True
-        self._by_request.setdefault(request_id, set()).add(key)
-        if not everyone:
-            return
-        failures = self._by_key.pop(key, (0, 0.0))[0]
-        delay = min(FIRST_DELAY_S * 2.0 ** min(failures, 16), LONGEST_DELAY_S)
-        while len(self._by_key) >= _MAX_KEYS:
-            self._by_key.popitem(last=False)
-        self._by_key[key] = (failures + 1, self._clock() + delay)
+    def begin(self, request_id: str) -> None:
+        """Remember failures of a request from here on."""
+        self._by_request.setdefault(request_id, None)
 
-    def succeeded(self, keys: list[OffloadKey]) -> None:
-        """Forget the failures of blocks that could be loaded."""
+    def failed(
+        self, keys: Collection[OffloadKey], request_id: str, *, everyone: bool
+    ) -> None:
+        """Note a failed load.
+
+        Args:
+            everyone: It is the blocks' fault: no request should try for a while.
+        """
+        if request_id in self._by_request:
+            known = self._by_request[request_id]
+            if known is None:
+                self._by_request[request_id] = set(keys)
+                self._requests_with_failures += 1
+            else:
+                known.update(keys)
+        if everyone:
+            for key in keys:
+                failures = self._by_key.pop(key, (0, 0.0))[0]
+                delay = FIRST_DELAY_S * 2.0 ** min(failures, 16)
+                while len(self._by_key) >= _MAX_KEYS:
+                    self._by_key.popitem(last=False)
+                again_at = self._clock() + min(delay, LONGEST_DELAY_S)
+                self._by_key[key] = (failures + 1, again_at)
+        self._settle()
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """Forget the failures of blocks that could be loaded, or that are gone."""
         if self._by_key:
             for key in keys:
                 self._by_key.pop(key, None)
@@ -59,7 +78,8 @@ class Backoff:
     def finish(self, request_id: str) -> None:
         """Forget a request."""
         if self._by_request.pop(request_id, None) is not None:
+            self._requests_with_failures -= 1
             self._settle()
 
     def _settle(self) -> None:
-        self.active = bool(self._by_request or self._by_key)
+        self.active = bool(self._requests_with_failures or self._by_key)

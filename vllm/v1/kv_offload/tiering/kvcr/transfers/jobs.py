@@ -3,27 +3,43 @@
 """What is under way: a job of vLLM's, and the operations of KVCR's it was cut into."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+
+from kvcr.types import ReleaseHandle
 
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobId
-from vllm.v1.kv_offload.tiering.kvcr.transfers.staging import Blocks
+from vllm.v1.kv_offload.tiering.kvcr.compat.shims import BlockRefs
+
+Blocks = dict[bytes, BlockRefs]
+"""Block key -> where the block lies, or will lie, in the primary tier."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds, in blocks; windows are what may be under way at a time."""
+    """Bounds, in blocks; a window is what may be under way at a time."""
 
     load_operation: int
     load_window: int
     store_operation: int
     store_window: int
-    landing_window: int
-    """0: nothing lands in the pool."""
+    file_operation: int
+    """Fewer blocks than ``load_operation``: a read tells nothing before all of its
+    blocks are there, and a slow disk must not pass for one that hangs."""
+    file_window: int
+    """Pool slots for blocks from files; 0: there are none."""
+    peer_window: int
+    """Pool slots for blocks from peers; 0: there are none."""
+    stages_peers: bool
+    """Off: peers write into the primary tier, and only introductions are staged."""
     operation_timeout_s: float
+    """How long KVCR works on one operation."""
+    file_timeout_s: float
+    """How long a load waits for a file without getting a block."""
     pull_timeout_s: float
-    """How long a pull may take that lands in the pool."""
+    """How long a load waits for a peer without getting a block."""
+    introduction_timeout_s: float
+    """How long the first contact with a peer may take."""
 
 
 @dataclass(slots=True)
@@ -34,40 +50,45 @@ class Job:
     chunks: list[int]
     request_id: str
     started_at: float
+    unsettled: int
+    """Blocks whose outcome is not known yet; the job ends with the last."""
     cursor: int = 0
-    """Keys before it were given to KVCR, or wait to land."""
-    open_parts: int = 0
-    failed: set[bytes] | tuple[()] = ()
+    """Keys before it were given to KVCR or are being staged."""
+    failed: set[bytes] = field(default_factory=set)
     dropped: int = 0
     chunk_of: dict[bytes, int] | None = None
     """Each block key's chunk, where blocks are verified."""
+    moved_at: float = 0.0
+    """When it first asked for staged blocks or, later, when one of them last came."""
     exposed: bool = False
     """KVCR raised when asked to write for it, and may write all the same."""
 
 
 @dataclass(slots=True)
 class Operation:
+    """One copy between KVCR and the primary tier."""
+
     job: Job
     blocks: Blocks
     started_at: float
-    claims: list[Any] | None
-    """What holds the blocks in the pool; ``None`` unless they landed there."""
+    source: str | None = None
+    """The peer or the files that a load's blocks came from; ``None``: the pool."""
+    claims: list[ReleaseHandle] | None = None
+    """What holds staged blocks in the pool until they are copied."""
     pending: set[bytes] | None = None
     """Blocks without an outcome; filled when the first piece is not all of them."""
     done: bool = False
-    from_peer: bool = False
-    uncertain: bool = False
     unchecked: bool = False
     """A store whose checksums are still being taken."""
 
-    def settle(self, keys: Mapping[Any, Any]) -> Collection[Any]:
-        """Note that ``keys`` have an outcome; those that had none before."""
+    def settle(self, keys: Mapping[bytes, object]) -> Collection[bytes]:
+        """Note that ``keys`` have an outcome; return those that had none before."""
         if self.done:
             return ()
         if self.pending is None:
             if keys.keys() == self.blocks.keys():
                 self.done = True
-                return keys
+                return keys.keys()
             self.pending = set(self.blocks)
         fresh = self.pending.intersection(keys)
         self.pending -= fresh
@@ -82,6 +103,9 @@ def chunks_of(job: Job, keys: Iterable[bytes]) -> list[tuple[bytes, int]]:
 
 
 def next_part_fits(job: Job, under_way: int, size: int, window: int) -> bool:
-    """Whether the job's next part has room in the window; alone, any has."""
+    """Whether the window has room for the job's next part.
+
+    A part always fits in an empty window.
+    """
     part = min(size, len(job.keys) - job.cursor)
     return not under_way or under_way + part <= window

@@ -1,262 +1,413 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Blocks on their way into KVCR's pool, from a peer or from a file.
+"""Staging: blocks on their way into KVCR's pool, from peers or from files.
 
-A write that KVCR could not stop in time may still come: into the pool then, where KVCR
-itself keeps the memory from being used, and never into a slot that vLLM has given to
-another block. What has landed stays claimed, so that nothing evicts it, until its
-owner has delivered it and gives the claims back.
+A write that KVCR could not stop in time may still come. It then ends in the pool, where
+KVCR itself keeps the memory out of use, and never in a slot that vLLM has given to
+another block. What has landed stays claimed, so that nothing evicts it, until it was
+copied on and ``release`` gave the claim back.
 
-Failure model as in ``transfers``. Runs on the thread that drives the tier.
+Each source has a lane of its own: a source that hangs fills its lane, and no other.
+
+Failure model: what becomes of the blocks is returned, as ``Landed`` and ``Missed``.
+KVCR's exceptions pass through. Runs on the thread that drives the tier.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvcr.types import OpEntryResult
+from kvcr.types import OpEntryResult, ReleaseHandle
 
-from vllm.v1.kv_offload.tiering.kvcr.compat.shims import BlockRefs
+from vllm.v1.kv_offload.tiering.kvcr.backend.protocol import KvcrApi
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import ENTRIES, Entry
-from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import (
-    PROBE_BLOCKS,
-    Admission,
-    Peers,
-)
+from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES, Liveness, Standing
+from vllm.v1.kv_offload.tiering.kvcr.reports.events import Inventory
+from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health, Reason
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Lost
+from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
+from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import Blocks, Job, Limits
 
-Blocks = dict[bytes, BlockRefs]
-"""Block key -> where it lies, or shall lie, in the primary tier."""
-
+_MOST_OF_FREE = 0.75
+"""Share of the peers' free slots that one peer may take. Less than 1, so that a peer
+that hangs leaves room for others, and those for yet others."""
 _SILENT_SHARE = 0.9
-"""A pull that failed after this share of its time was not answered."""
+"""A fetch that failed after this share of its time was not answered. KVCR's deadline
+can be the same as ours; the rest is for the polls in between."""
+_CHECKS_PER_TIMEOUT = 16
+"""How often in a timeout it is looked for what takes too long."""
 
 
-class LandingOwner(Protocol):
-    """Whose blocks land: told of each part of a job that was opened and closed."""
+class Landed(NamedTuple):
+    """Blocks of a load that are in the pool, claimed."""
 
-    def part_opened(self, job: Any) -> None: ...
+    job: Job
+    source: str
+    blocks: Blocks
+    claims: list[ReleaseHandle]
 
-    def part_closed(self, job: Any) -> None: ...
 
-    def landed(
-        self, job: Any, blocks: Blocks, claims: list[Any], from_peer: bool
-    ) -> None:
-        """Deliver ``blocks``, then hand ``claims`` to ``Landings.release``."""
+class Missed(NamedTuple):
+    """Blocks of a load that will not come."""
 
-    def not_landed(
-        self, job: Any, keys: list[bytes], reason: Lost, from_peer: bool
-    ) -> None: ...
+    job: Job
+    source: str
+    keys: list[bytes]
+    reason: Lost
+
+
+Outcome = Landed | Missed
 
 
 @dataclass(slots=True)
-class _Part:
-    job: Any
+class _Pull:
+    """Some of what a job wants from one source."""
+
+    job: Job
     request_id: str
+    items: list[tuple[bytes, list[object]]]
+    cursor: int = 0
+
+
+@dataclass(slots=True)
+class _Fetch:
+    lane: "_Lane"
+    pull: _Pull | None
+    """``None``: an introduction, which belongs to no job."""
     blocks: Blocks
-    endpoint: str | None
-    started_at: float = 0.0
+    pending: set[bytes]
+    started_at: float
     given_up: bool = False
 
 
-class Landings:
-    """The parts of loads that have to land first.
+@dataclass(slots=True)
+class _Lane:
+    source: str
+    timeout_s: float
+    moved_at: float
+    """When a block last arrived or, for files, when anything was last written."""
+    waiting: deque[_Pull] = field(default_factory=deque)
+    in_pool: int = 0
+    """Slots in use: being fetched, or landed and not released."""
+
+    def last_moved(self, pull: _Pull) -> float:
+        """Since when a pull has got nothing.
+
+        A disk serves all pulls in turn, and writes blocks before it can read others
+        into a full pool, so any movement speaks for it. A request waits for a peer as
+        long as its own job gets nothing.
+        """
+        if self.source is FILES:
+            return max(pull.job.moved_at, self.moved_at)
+        return pull.job.moved_at
+
+
+class Staging:
+    """The blocks that are being staged.
 
     Args:
-        kvcr: KVCR, of which ``fetch`` and ``release`` are used.
-        window: Most blocks in the pool, fetched or being fetched, at a time.
-        part_size: Most blocks of one fetch.
-        pull_timeout_s: When a pull is given up. KVCR's own deadline can be later; what
-            still lands until then is let go of.
-        hinted: The ids of the requests that have a hint.
-        on_backend_error: Told of KVCR's exceptions.
+        limits: Its two windows bound the pool slots in use for files and for peers.
+        hinted: The ids of the requests that have a hint, and so a way to a peer.
+        inventory: Counts what is written to files.
+        files: How messages name the files.
     """
 
     def __init__(
         self,
-        kvcr: Any,
-        owner: LandingOwner,
-        peers: Peers,
-        window: int,
-        part_size: int,
-        pull_timeout_s: float,
+        kvcr: KvcrApi,
+        liveness: Liveness,
+        quarantine: Quarantine,
+        limits: Limits,
         hinted: Container[str],
-        on_backend_error: Callable[[Exception], None],
+        inventory: Inventory,
+        health: Health,
+        files: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._kvcr = kvcr
-        self._owner = owner
-        self._peers = peers
-        self._window = window
-        self._part_size = max(1, min(part_size, window))
-        self._pull_timeout_s = pull_timeout_s
+        self._liveness = liveness
+        self._quarantine = quarantine
+        self._limits = limits
         self._hinted = hinted
-        self._on_backend_error = on_backend_error
-        self._queue: deque[_Part] = deque()
-        self._behind_probe: dict[str, deque[_Part]] = {}
-        self._fetching: dict[int, tuple[_Part, set[bytes]]] = {}
-        self._pulling: deque[int] = deque()
-        self._in_pool = 0
+        self._inventory = inventory
+        self._health = health
+        self._files = files
+        self._clock = clock
+        self._lanes: dict[str, _Lane] = {}
+        self._fetches: dict[int, _Fetch] = {}
+        self._peers_in_pool = 0
+        self._wanted: dict[str, tuple[bytes, str]] = {}
+        self._introductions = 0
+        self._next_check = 0.0
+        self._file_events = 0
         self._quarantined = 0
 
     @property
-    def room(self) -> int:
-        """Blocks of the window that no unstopped write owns."""
-        return self._window - self._quarantined
+    def peer_room(self) -> int:
+        """Slots of the peers' window that no unstopped write owns."""
+        return self._limits.peer_window - self._quarantine.pool_slots
 
-    def queue(
-        self, job: Any, request_id: str, blocks: Blocks, endpoint: str | None
-    ) -> None:
-        """Have ``blocks`` fetched: from the peer at ``endpoint``, or from files."""
-        items = list(blocks.items())
-        for first in range(0, len(items), self._part_size):
-            part = dict(items[first : first + self._part_size])
-            self._owner.part_opened(job)
-            self._queue.append(_Part(job, request_id, part, endpoint))
+    @property
+    def introducing(self) -> bool:
+        """Whether an introduction is wanted or under way: KVCR has to be polled."""
+        return bool(self._wanted) or self._introductions > 0
 
-    def pump(self) -> None:
-        """Give up pulls that take too long; start what the window has room for."""
-        if self._pulling:
-            self._give_up_late_pulls()
-        while self._queue and self._start_next():
-            pass
+    def introduce(self, source: str, key: bytes, request_id: str) -> None:
+        """Have the next ``pump`` pull one block, to learn whether a source answers.
 
-    def complete(self, handle: int, entries: Mapping[Any, OpEntryResult]) -> bool:
-        """Take one piece of a fetch's outcome; false if it is none of ours."""
-        found = self._fetching.get(handle)
-        if found is None:
-            return False
-        part, pending = found
+        Does nothing unless an introduction is due.
+        """
+        if self._liveness.begin_introduction(source):
+            self._wanted[source] = (key, request_id)
+
+    def stage(self, job: Job, blocks: Blocks, source: str) -> None:
+        """Have blocks of a load fetched by the next calls of ``pump``."""
+        lane = self._lane(source)
+        if not job.moved_at:
+            job.moved_at = self._clock()
+        lane.waiting.append(_Pull(job, job.request_id, list(blocks.items())))
+
+    def pump(self) -> list[Outcome]:
+        """Give up what takes too long; start what there is room for."""
+        if self._quarantine.pool_slots != self._quarantined:
+            self._note_quarantine()
+        if not (self._lanes or self._wanted):
+            return []
+        outcomes: list[Outcome] = []
+        now = self._clock()
+        if self._inventory.file_events != self._file_events:
+            self._file_events = self._inventory.file_events
+            self._lane(FILES).moved_at = now
+        if now >= self._next_check:
+            self._next_check = now + self._shortest_timeout() / _CHECKS_PER_TIMEOUT
+            outcomes.extend(self._given_up(now))
+        if self._wanted:
+            self._start_introductions(now)
+        for lane in list(self._lanes.values()):
+            while lane.waiting:
+                refused = self._refusal(lane)
+                if refused is not None:
+                    outcomes.extend(self._refuse_next(lane, refused))
+                elif not self._start_next(lane, now):
+                    break
+            if not lane.waiting and not lane.in_pool:
+                del self._lanes[lane.source]
+        return outcomes
+
+    def complete(
+        self, handle: int, entries: Mapping[bytes, OpEntryResult]
+    ) -> list[Outcome]:
+        """Take one piece of a fetch's outcome; one that is not ours is ignored."""
+        fetch = self._fetches.get(handle)
+        if fetch is None:
+            return []
         landed: Blocks = {}
-        claims = []
-        failed = []
+        claims: list[ReleaseHandle] = []
+        failed: list[bytes] = []
         for key, entry in entries.items():
-            if key not in pending:
+            if key not in fetch.pending:
                 continue
-            pending.discard(key)
+            fetch.pending.discard(key)
             if ENTRIES[entry.status] is Entry.DONE:
-                landed[key] = part.blocks[key]
-                claims.append(entry.release_handle)
+                landed[key] = fetch.blocks[key]
+                if entry.release_handle is not None:
+                    claims.append(entry.release_handle)
             else:
                 failed.append(key)
-        if part.endpoint is not None:
-            self._judge(part, part.endpoint, bool(landed))
-        self._in_pool -= len(failed)
-        if part.given_up:
+        lane, pull = fetch.lane, fetch.pull
+        if not fetch.pending:
+            del self._fetches[handle]
+            if pull is None and not fetch.given_up:
+                self._introductions -= 1
+        self._judge(fetch, bool(landed), bool(failed))
+        self._leave_pool(lane, len(landed) + len(failed) - len(claims))
+        if pull is None or fetch.given_up:
             if claims:
-                self.release(claims)
-            if not pending:
-                del self._fetching[handle]
-            return True
+                self.release(lane.source, claims)
+            return []
+        outcomes: list[Outcome] = []
         if failed:
-            self._owner.not_landed(
-                part.job, failed, Lost.LOAD_FAILED, part.endpoint is not None
-            )
+            outcomes.append(Missed(pull.job, lane.source, failed, Lost.LOAD_FAILED))
         if landed:
-            self._owner.landed(part.job, landed, claims, part.endpoint is not None)
-        if not pending:
-            del self._fetching[handle]
-            self._owner.part_closed(part.job)
-        return True
+            pull.job.moved_at = lane.moved_at = self._clock()
+            outcomes.append(Landed(pull.job, lane.source, landed, claims))
+        return outcomes
 
-    def release(self, claims: list[Any]) -> None:
-        """Let go of blocks that were delivered, or could not be."""
-        self._in_pool -= len(claims)
-        try:
-            self._kvcr.release(claims)
-        except Exception as error:
-            self._on_backend_error(error)
-
-    def uncertain(self, blocks: int) -> None:
-        """A peer's write into the pool could not be stopped."""
-        self._quarantined += blocks
-
-    def quiesced(self, blocks: int) -> None:
-        """That write can no longer happen."""
-        self._quarantined = max(0, self._quarantined - blocks)
+    def release(self, source: str, claims: list[ReleaseHandle]) -> None:
+        """Let go of blocks that were copied on, or could not be."""
+        lane = self._lanes.get(source)
+        if lane is not None:
+            self._leave_pool(lane, len(claims))
+        self._kvcr.release(claims)
 
     def clear(self) -> None:
         """Forget everything; KVCR is gone."""
-        self._queue.clear()
-        self._behind_probe.clear()
-        self._fetching.clear()
-        self._pulling.clear()
+        self._lanes.clear()
+        self._fetches.clear()
+        self._wanted.clear()
+        self._introductions = 0
 
-    def _start_next(self) -> bool:
-        part = self._queue[0]
-        room = self.room
-        if part.endpoint is not None and room <= 0:
-            self._queue.popleft()
-            self._refuse(part, Lost.LANDING_FULL)
-            return True
-        if self._in_pool and self._in_pool + len(part.blocks) > room:
+    # --- lanes -----------------------------------------------------------------------
+
+    def _lane(self, source: str) -> _Lane:
+        lane = self._lanes.get(source)
+        if lane is None:
+            limits = self._limits
+            files = source is FILES
+            timeout_s = limits.file_timeout_s if files else limits.pull_timeout_s
+            lane = _Lane(source, timeout_s, self._clock())
+            self._lanes[source] = lane
+        return lane
+
+    def _room(self, lane: _Lane) -> int:
+        """Slots that a lane may take now."""
+        if lane.source is FILES:
+            return self._limits.file_window - lane.in_pool
+        free = self.peer_room - (self._peers_in_pool - lane.in_pool)
+        return max(1, int(free * _MOST_OF_FREE)) - lane.in_pool if free > 0 else 0
+
+    def _leave_pool(self, lane: _Lane, blocks: int) -> None:
+        lane.in_pool -= blocks
+        if lane.source is not FILES:
+            self._peers_in_pool -= blocks
+
+    def _shortest_timeout(self) -> float:
+        limits = self._limits
+        return min(
+            limits.file_timeout_s, limits.pull_timeout_s, limits.introduction_timeout_s
+        )
+
+    # --- starting --------------------------------------------------------------------
+
+    def _refusal(self, lane: _Lane) -> Lost | None:
+        """Why a lane's next blocks will not be asked for."""
+        standing = self._liveness.standing(lane.source)
+        if lane.source is FILES:
+            return None if standing is Standing.USABLE else Lost.DISK_STALLED
+        if self.peer_room <= 0:
+            return Lost.LANDING_FULL
+        if lane.waiting[0].request_id not in self._hinted:
+            return Lost.ABORTED
+        if standing is Standing.COOLING:
+            return Lost.PEER_DOWN
+        return None if standing is Standing.USABLE else Lost.INTRODUCING
+
+    def _refuse_next(self, lane: _Lane, reason: Lost) -> Iterator[Missed]:
+        pull = lane.waiting.popleft()
+        keys = [key for key, _ in pull.items[pull.cursor :]]
+        if reason is Lost.INTRODUCING or reason is Lost.DISK_STALLED:
+            self.introduce(lane.source, keys[0], pull.request_id)
+        yield Missed(pull.job, lane.source, keys, reason)
+
+    def _start_next(self, lane: _Lane, now: float) -> bool:
+        """Fetch a part of the lane's first pull, if it has room for one."""
+        pull = lane.waiting[0]
+        limits = self._limits
+        files = lane.source is FILES
+        most = limits.file_operation if files else limits.load_operation
+        part = min(len(pull.items) - pull.cursor, most)
+        room = self._room(lane)
+        if room < 1 or (room < part and lane.in_pool):
             return False
-        self._queue.popleft()
-        if part.endpoint is None or self._admitted(part, part.endpoint):
-            self._start(part)
+        part = min(part, room)
+        blocks: Blocks = dict(pull.items[pull.cursor : pull.cursor + part])
+        pull.cursor += part
+        if pull.cursor == len(pull.items):
+            lane.waiting.popleft()
+        self._fetch(lane, pull, blocks, pull.request_id, now)
         return True
 
-    def _admitted(self, part: _Part, endpoint: str) -> bool:
-        if part.request_id not in self._hinted:
-            self._refuse(part, Lost.ABORTED)
-            return False
-        admission = self._peers.admit(endpoint)
-        if admission is Admission.REFUSED:
-            self._refuse(part, Lost.PEER_DOWN)
-            return False
-        if admission is Admission.WAIT:
-            self._behind_probe.setdefault(endpoint, deque()).append(part)
-            return False
-        if admission is Admission.PROBE and len(part.blocks) > PROBE_BLOCKS:
-            items = list(part.blocks.items())
-            part.blocks = dict(items[:PROBE_BLOCKS])
-            later = dict(items[PROBE_BLOCKS:])
-            rest = _Part(part.job, part.request_id, later, endpoint)
-            self._owner.part_opened(part.job)
-            self._behind_probe.setdefault(endpoint, deque()).append(rest)
-        return True
-
-    def _start(self, part: _Part) -> None:
-        self._in_pool += len(part.blocks)
-        part.started_at = time.monotonic()
-        try:
-            handle = self._kvcr.fetch(list(part.blocks), request_id=part.request_id)
-        except Exception as error:
-            self._on_backend_error(error)
-            return
-        self._fetching[handle] = (part, set(part.blocks))
-        if part.endpoint is not None:
-            self._pulling.append(handle)
-
-    def _give_up_late_pulls(self) -> None:
-        """Oldest first; all have the same time."""
-        late = time.monotonic() - self._pull_timeout_s
-        while self._pulling:
-            found = self._fetching.get(self._pulling[0])
-            if found is not None and found[0].started_at > late:
-                return
-            self._pulling.popleft()
-            if found is None:
+    def _start_introductions(self, now: float) -> None:
+        wanted, self._wanted = self._wanted, {}
+        for source, (key, request_id) in wanted.items():
+            if source is not FILES and (
+                request_id not in self._hinted or self.peer_room <= 0
+            ):
+                self._liveness.inconclusive(source)
                 continue
-            part, pending = found
-            part.given_up = True
-            self._judge(part, str(part.endpoint), False)
-            self._owner.not_landed(part.job, list(pending), Lost.LOAD_FAILED, True)
-            self._owner.part_closed(part.job)
+            lane = self._lane(source)
+            self._introductions += 1
+            self._fetch(lane, None, {key: []}, request_id, now)
 
-    def _judge(self, part: _Part, endpoint: str, landed: bool) -> None:
-        waited = time.monotonic() - part.started_at
-        if landed or waited < _SILENT_SHARE * self._pull_timeout_s:
-            self._peers.answered(endpoint)
+    def _fetch(
+        self,
+        lane: _Lane,
+        pull: _Pull | None,
+        blocks: Blocks,
+        request_id: str,
+        now: float,
+    ) -> None:
+        self._leave_pool(lane, -len(blocks))
+        handle = self._kvcr.fetch(list(blocks), request_id=request_id)
+        self._fetches[handle] = _Fetch(lane, pull, blocks, set(blocks), now)
+
+    # --- giving up -------------------------------------------------------------------
+
+    def _given_up(self, now: float) -> Iterator[Missed]:
+        """Blocks of pulls that got nothing for a whole timeout."""
+        for fetch in self._fetches.values():
+            if fetch.given_up:
+                continue
+            lane, pull = fetch.lane, fetch.pull
+            if pull is None:
+                since, timeout_s = fetch.started_at, self._introduction_s(lane)
+                if lane.source is FILES:
+                    since = max(since, lane.moved_at)
+            else:
+                since, timeout_s = lane.last_moved(pull), lane.timeout_s
+            if now - since < timeout_s:
+                continue
+            fetch.given_up = True
+            if pull is None:
+                self._introductions -= 1
+            # The time that a pull waited in its lane is not the source's silence.
+            if now - fetch.started_at >= _SILENT_SHARE * timeout_s:
+                self._silent(lane.source, fetch.started_at)
+            if pull is not None:
+                yield Missed(pull.job, lane.source, list(fetch.pending), Lost.TIMED_OUT)
+        for lane in self._lanes.values():
+            for pull in list(lane.waiting):
+                if now - lane.last_moved(pull) >= lane.timeout_s:
+                    lane.waiting.remove(pull)
+                    keys = [key for key, _ in pull.items[pull.cursor :]]
+                    yield Missed(pull.job, lane.source, keys, Lost.TIMED_OUT)
+
+    def _introduction_s(self, lane: _Lane) -> float:
+        if lane.source is FILES:
+            return lane.timeout_s
+        return self._limits.introduction_timeout_s
+
+    def _judge(self, fetch: _Fetch, landed: bool, failed: bool) -> None:
+        """What a piece of a fetch's outcome says of its source."""
+        source = fetch.lane.source
+        if landed and fetch.given_up:
+            self._liveness.heard_late(source)
+        elif landed:
+            self._liveness.heard(source)
+            if source is FILES:
+                self._health.recover(Reason.DISK_STALLED)
+        elif failed and not fetch.given_up:
+            introduction = fetch.pull is None
+            lane = fetch.lane
+            timeout_s = self._introduction_s(lane) if introduction else lane.timeout_s
+            waited = self._clock() - fetch.started_at
+            if source is not FILES and waited >= _SILENT_SHARE * timeout_s:
+                self._silent(source, fetch.started_at)
+            elif introduction:
+                self._liveness.inconclusive(source)
+
+    def _silent(self, source: str, asked_at: float) -> None:
+        self._liveness.silent(source, asked_at)
+        if source is FILES and self._liveness.standing(FILES) is not Standing.USABLE:
+            waited = f"{self._limits.file_timeout_s:g} s"
+            detail = f"nothing came from {self._files} for {waited}"
+            self._health.degrade(Reason.DISK_STALLED, detail)
+
+    def _note_quarantine(self) -> None:
+        self._quarantined = self._quarantine.pool_slots
+        if self._limits.peer_window and self.peer_room <= 0:
+            self._health.degrade(Reason.LANDING_FULL, "no landing slot is left")
         else:
-            self._peers.silent(endpoint, part.started_at)
-        waiting = self._behind_probe.pop(endpoint, None)
-        if waiting:
-            # In front, because they are older than what else is queued. The peer
-            # admits or refuses them one by one as they come up.
-            self._queue.extendleft(reversed(waiting))
-
-    def _refuse(self, part: _Part, reason: Lost) -> None:
-        self._owner.not_landed(part.job, list(part.blocks), reason, True)
-        self._owner.part_closed(part.job)
+            self._health.recover(Reason.LANDING_FULL)

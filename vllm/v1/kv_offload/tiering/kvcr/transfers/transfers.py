@@ -4,109 +4,101 @@
 
 A job is cut into operations of bounded size, a bounded number of blocks at a time,
 loads before stores, so that no job can hold up KVCR's one thread or ask for more than
-its pool holds. Results are one per job, exactly once.
+its pool holds. A job ends, once, with the last of its blocks.
 
 After a failed load vLLM reuses the slots at once, so nothing may write to them later.
-What KVCR holds in its pool is delivered into them by a local copy; what comes from a
-peer or a file lands in the pool first (``landing``). Without a pool a peer writes
-straight into the slots: such an operation, once KVCR calls its memory uncertain, keeps
-its job back until it is quiesced.
+What KVCR holds in its pool is copied into them locally; what comes from a peer or a
+file is staged in the pool first. With ``remote_landing: primary`` a peer writes
+straight into the slots: such an operation, while KVCR calls its memory uncertain,
+keeps its job back.
 
-Failure model: an exception of KVCR's goes to ``on_backend_error``; nothing raises.
-Completions that are unknown, repeated or too large are ignored. Everything runs on the
-thread that drives the tier.
+Failure model: KVCR's exceptions pass through, and leave the tables as they were before
+the call; ``abandon`` then ends what can be ended. Completions that are unknown,
+repeated or too large are ignored. Runs on the thread that drives the tier.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvcr.types import CacheTier, OpEntryResult, OpEntryStatus, QueryStatus
 
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobId, JobResult, TransferJob
+from vllm.v1.kv_offload.tiering.kvcr.backend.protocol import KvcrApi
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import ENTRIES, Entry
 from vllm.v1.kv_offload.tiering.kvcr.peers.hints import Hints
-from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import Peers
+from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES, Liveness
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Losses, Lost
+from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 from vllm.v1.kv_offload.tiering.kvcr.transfers.backoff import Backoff
 from vllm.v1.kv_offload.tiering.kvcr.transfers.checksums import BlockSums
 from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import (
+    Blocks,
     Job,
     Limits,
     Operation,
     chunks_of,
     next_part_fits,
 )
-from vllm.v1.kv_offload.tiering.kvcr.transfers.staging import Blocks, Landings
+from vllm.v1.kv_offload.tiering.kvcr.transfers.staging import Landed, Outcome, Staging
 
 # Looking an enum's member up costs more than what is done with it.
 _SUCCESS = OpEntryStatus.SUCCESS
 _FIRST_FILED_STORES = 8
+_SILENT_SHARE = 0.9
+"""As in ``staging``, for what a peer writes straight into the primary tier."""
+_BLAMED = frozenset({Lost.LOAD_FAILED, Lost.CORRUPT})
+"""Losses that are the block's own fault, unless a peer was to bring it."""
 
 
 class Transfers:
     """The jobs that are under way.
 
     Args:
-        kvcr: KVCR, of which ``deposit``, ``deliver`` and ``query`` are used, and what
-            ``Landings`` uses where it has that.
-        block_refs: How KVCR is told of a chunk of the primary tier.
         prefix: What a block key has before the offload key.
-        has_files: Whether KVCR keeps blocks in files.
-        peers_land_in_pool: Whether a peer's blocks land in the pool, where there is
-            one, or straight in the primary tier.
+        block_refs: How KVCR is told of a chunk of the primary tier.
+        staging: Where blocks from files and peers land first; ``None`` without either.
         sums: Checksums, where blocks are to be verified.
         block_bytes: Bytes of one block, where results are to carry times and sizes.
     """
 
     def __init__(
         self,
-        kvcr: Any,
-        block_refs: Callable[[int], shims.BlockRefs],
+        kvcr: KvcrApi,
+        *,
         prefix: bytes,
+        block_refs: Callable[[int], shims.BlockRefs],
         limits: Limits,
+        staging: Staging,
         hints: Hints,
-        peers: Peers,
+        liveness: Liveness,
+        quarantine: Quarantine,
         backoff: Backoff,
         losses: Losses,
-        on_backend_error: Callable[[Exception], None],
-        *,
-        has_files: bool = False,
-        peers_land_in_pool: bool = True,
         sums: BlockSums | None = None,
         block_bytes: int | None = None,
     ) -> None:
         self._kvcr = kvcr
+        self._prefix = prefix
         self._block_refs = block_refs
         self._refs: dict[int, shims.BlockRefs] = {}
-        self._prefix = prefix
         self._limits = limits
+        self._staging = staging
         self._hints = hints
-        self._peers = peers
+        self._liveness = liveness
+        self._quarantine = quarantine
         self._backoff = backoff
         self._losses = losses
-        self._on_backend_error = on_backend_error
-        self._has_files = has_files
-        self._peers_land_in_pool = peers_land_in_pool
         self._sums = sums
         self._block_bytes = block_bytes
-        self.landings: Landings | None = None
-        if limits.landing_window and hasattr(kvcr, "fetch"):
-            self.landings = Landings(
-                kvcr,
-                self,
-                peers,
-                limits.landing_window,
-                limits.load_operation,
-                limits.pull_timeout_s,
-                hints.requests,
-                on_backend_error,
-            )
+        self._has_files = limits.file_window > 0
+        self._stages_peers = limits.stages_peers
         self._jobs: dict[JobId, Job] = {}
         self._operations: dict[int, Operation] = {}
+        self._uncertain: dict[int, Operation] = {}
+        """Over, but a peer may still write for them."""
         self._loads: deque[Job] = deque()
         self._stores: deque[Job] = deque()
         self._loading = 0
@@ -114,9 +106,9 @@ class Transfers:
         # Halved when stores fail, which is when KVCR frees room more slowly than they
         # ask for it, and grown as they succeed. To files it frees one block a poll.
         self._store_window = limits.store_window
-        if has_files:
+        if self._has_files:
             self._store_window = min(limits.store_window, _FIRST_FILED_STORES)
-        self._results: list[JobResult] = []
+        self._results: deque[JobResult] = deque()
         self.corrupt = 0
         """Blocks found damaged; for the owner to read and reset."""
 
@@ -139,12 +131,13 @@ class Transfers:
 
     def end_at_once(self, job_metadata: TransferJob, *, success: bool) -> None:
         """Answer a job without asking KVCR."""
-        keys: list[OffloadKey] | None = [] if job_metadata.is_promotion else None
+        failed_load = job_metadata.is_promotion and not success
         self._results.append(
             shims.job_result(
                 job_metadata.job_id,
                 success,
-                successful_keys=None if success else keys,
+                successful_keys=set() if failed_load else None,
+                transfer_bytes=0,
             )
         )
 
@@ -157,40 +150,47 @@ class Transfers:
     def take_results(self) -> Sequence[JobResult]:
         if not self._results:
             return ()
-        results, self._results = self._results, []
-        return results
+        # One by one: the closing thread may add to them.
+        return [self._results.popleft() for _ in range(len(self._results))]
 
     # --- KVCR's side -----------------------------------------------------------------
 
-    def complete(self, handle: int, entries: Mapping[Any, OpEntryResult]) -> None:
+    def complete(self, handle: int, entries: Mapping[bytes, OpEntryResult]) -> None:
         """Take one piece of an operation's outcome."""
         operation = self._operations.get(handle)
         if operation is None:
-            if self.landings is not None:
-                self.landings.complete(handle, entries)
+            self._apply(self._staging.complete(handle, entries))
             return
+        job = operation.job
         failed: list[bytes] = []
         for key in operation.settle(entries):
             status = entries[key].status
             if status is _SUCCESS:
                 continue
             outcome = ENTRIES[status]
-            if outcome is Entry.DROPPED and not operation.job.is_load:
-                operation.job.dropped += 1
+            if outcome is Entry.DROPPED and not job.is_load:
+                job.dropped += 1
             elif outcome is not Entry.DONE:
                 failed.append(key)
         if failed:
             self._copy_failed(operation, failed)
-        if operation.done and not operation.uncertain:
-            self._close(handle, operation)
+        if not operation.done:
+            return
+        del self._operations[handle]
+        if self._quarantine.may_write(handle):
+            self._uncertain[handle] = operation
+            self._losses.add(Lost.QUARANTINED, len(operation.blocks))
+        else:
+            self._close(operation)
 
     def pump(self) -> None:
         """Start what the windows have room for: loads first."""
         if self._sums is not None:
             for operation, wrong in self._sums.take_done():
                 self._checked(operation, wrong)
-        if self.landings is not None:
-            self.landings.pump()
+        if self._uncertain:
+            self._close_quiesced()
+        self._apply(self._staging.pump())
         if not self._loads and not self._stores:
             return
         limits = self._limits
@@ -205,21 +205,6 @@ class Transfers:
         ):
             self._start_part(self._stores, size)
 
-    def uncertain(self, handle: int) -> None:
-        """A peer's write into the slots of ``handle`` could not be stopped."""
-        operation = self._operations.get(handle)
-        if operation is not None:
-            operation.uncertain = True
-            self._losses.add(Lost.QUARANTINED, len(operation.blocks))
-
-    def quiesced(self, handle: int) -> None:
-        """That write can no longer happen."""
-        operation = self._operations.get(handle)
-        if operation is not None and operation.uncertain:
-            operation.uncertain = False
-            if operation.done:
-                self._close(handle, operation)
-
     def abandon(self) -> None:
         """KVCR is gone: end every job that native code can no longer write for.
 
@@ -228,9 +213,9 @@ class Transfers:
         """
         self._loads.clear()
         self._stores.clear()
-        if self.landings is not None:
-            self.landings.clear()
-        writing = {operation.job.job_id for operation in self._operations.values()}
+        self._staging.clear()
+        open_operations = (*self._operations.values(), *self._uncertain.values())
+        writing = {operation.job.job_id for operation in open_operations}
         for job in list(self._jobs.values()):
             if not (job.is_load and (job.exposed or job.job_id in writing)):
                 self._end_failed(job)
@@ -238,6 +223,7 @@ class Transfers:
     def native_stopped(self) -> None:
         """Native code has let go of every buffer: end what ``abandon`` kept back."""
         self._operations.clear()
+        self._uncertain.clear()
         for job in list(self._jobs.values()):
             self._end_failed(job)
 
@@ -251,22 +237,25 @@ class Transfers:
     def _submit(
         self, job_metadata: TransferJob, queue: deque[Job], *, is_load: bool
     ) -> None:
+        keys = list(job_metadata.keys)
         job = Job(
             job_metadata.job_id,
             is_load,
-            list(job_metadata.keys),
+            keys,
             job_metadata.chunk_ids.tolist(),
             job_metadata.req_context.req_id,
             time.monotonic(),
+            len(keys),
         )
         self._jobs[job.job_id] = job
-        if not job.keys:
-            self._finish_if_done(job)
-        elif len(job.keys) != len(job.chunks):
+        if not keys:
+            self._finish(job)
+        elif not len(keys) == len(job.chunks) == len(set(keys)):
+            # A key that comes twice would leave one of its slots unwritten.
             self._end_failed(job)
         else:
             if self._sums is not None:
-                blocks = (self._prefix + key for key in job.keys)
+                blocks = (self._prefix + key for key in keys)
                 job.chunk_of = dict(zip(blocks, job.chunks, strict=True))
             queue.append(job)
             self.pump()
@@ -288,195 +277,187 @@ class Transfers:
             blocks[prefix + job.keys[index]] = ref
         if not job.is_load:
             self._start_store(job, blocks)
-        elif self.landings is not None and (
-            self._has_files or job.request_id in self._hints.requests
-        ):
+        elif self._has_files or job.request_id in self._hints.requests:
             self._start_sorted_load(job, blocks)
         else:
-            self._deliver(job, blocks, job.request_id)
+            self._deliver(Operation(job, blocks, time.monotonic()), job.request_id)
 
     def _start_store(self, job: Job, blocks: Blocks) -> None:
-        operation = self._open(job, blocks)
+        operation = Operation(job, blocks, time.monotonic())
         self._storing += len(blocks)
         if self._sums is not None:
             operation.unchecked = True
             self._sums.record(operation, chunks_of(job, blocks))
-        try:
-            handle = self._kvcr.deposit(blocks)
-        except Exception as error:
-            self._on_backend_error(error)
-            return
-        self._operations[handle] = operation
+        self._operations[self._kvcr.deposit(blocks)] = operation
 
     def _start_sorted_load(self, job: Job, blocks: Blocks) -> None:
-        """Deliver what the pool holds, and have the rest land there.
+        """Deliver what the pool holds, and have the rest staged there.
 
         KVCR's answer and the delivery belong together: nothing is evicted in between,
         so that a delivery meant to be local cannot become a remote one.
         """
-        assert self.landings is not None
-        try:
-            statuses = self._kvcr.query(list(blocks), request_id=job.request_id)
-        except Exception as error:
-            self.part_opened(job)
-            self._on_backend_error(error)
-            return
+        statuses = self._kvcr.query(list(blocks), request_id=job.request_id)
         local: Blocks = {}
         filed: Blocks = {}
         remote: Blocks = {}
-        absent: list[bytes] = []
+        gone: list[bytes] = []
         for (key, ref), (status, tier) in zip(blocks.items(), statuses, strict=True):
             if status is QueryStatus.FETCHABLE:
                 (remote if tier is CacheTier.REMOTE_G2 else filed)[key] = ref
             elif status is QueryStatus.MISS:
-                absent.append(key)
+                gone.append(key)
             else:
                 local[key] = ref
-        request_id = job.request_id
-        self.part_opened(job)
+        endpoint = self._hints.endpoint(job.request_id)
+        now = time.monotonic()
         if filed:
-            self.landings.queue(job, request_id, filed, None)
-        if remote and self._peers_land_in_pool:
-            endpoint = self._hints.endpoint(request_id)
-            self.landings.queue(job, request_id, remote, endpoint)
+            self._staging.stage(job, filed, FILES)
+        if remote and endpoint is not None and self._stages_peers:
+            self._staging.stage(job, remote, endpoint)
         elif remote:
-            self._deliver(job, remote, request_id)
-        if absent:
-            self.not_landed(job, absent, Lost.LOAD_FAILED, True)
+            self._deliver(Operation(job, remote, now, endpoint), job.request_id)
         if local:
-            self._deliver(job, local, request_id)
-        self.landings.pump()
-        self.part_closed(job)
+            self._deliver(Operation(job, local, now), job.request_id)
+        if gone:
+            self._missed(job, gone, Lost.GONE, None)
+        if filed or remote:
+            self._apply(self._staging.pump())
 
-    # What ``Landings`` calls.
-
-    def part_opened(self, job: Job) -> None:
-        job.open_parts += 1
-
-    def part_closed(self, job: Job) -> None:
-        job.open_parts -= 1
-        self._finish_if_done(job)
-
-    def landed(
-        self, job: Job, blocks: Blocks, claims: list[Any], from_peer: bool
-    ) -> None:
-        # Without the request's id there is no hint, and so no way to a peer.
-        self._deliver(job, blocks, None, claims, from_peer)
-
-    def not_landed(
-        self, job: Job, keys: list[bytes], reason: Lost, from_peer: bool
-    ) -> None:
-        """Blocks of a load did not arrive; a peer's absence is no block's fault."""
-        job.failed = {*job.failed, *keys}
-        self._losses.add(reason, len(keys))
-        skip = len(self._prefix)
-        for key in keys:
-            self._backoff.failed(
-                OffloadKey(key[skip:]), job.request_id, everyone=not from_peer
-            )
+    def _apply(self, outcomes: Iterable[Outcome]) -> None:
+        """Copy on what has landed; note what has not."""
+        for outcome in outcomes:
+            job = outcome.job
+            if isinstance(outcome, Landed):
+                operation = Operation(
+                    job,
+                    outcome.blocks,
+                    time.monotonic(),
+                    outcome.source,
+                    outcome.claims,
+                )
+                # Without the request's id there is no hint, and so no way to a peer.
+                self._deliver(operation, None)
+            else:
+                self._missed(job, outcome.keys, outcome.reason, outcome.source)
 
     # --- operations ------------------------------------------------------------------
 
-    def _deliver(
-        self,
-        job: Job,
-        blocks: Blocks,
-        request_id: str | None,
-        claims: list[Any] | None = None,
-        from_peer: bool = False,
-    ) -> None:
-        operation = self._open(job, blocks, claims, from_peer)
-        if claims is None:
-            self._loading += len(blocks)
-        try:
-            handle = self._kvcr.deliver(blocks, request_id=request_id)
-        except Exception as error:
-            job.exposed = True
-            self._on_backend_error(error)
-            return
+    def _deliver(self, operation: Operation, request_id: str | None) -> None:
+        job = operation.job
+        if operation.claims is None:
+            self._loading += len(operation.blocks)
+        already = job.exposed
+        job.exposed = True
+        handle = self._kvcr.deliver(operation.blocks, request_id=request_id)
+        job.exposed = already
         self._operations[handle] = operation
-
-    def _open(
-        self,
-        job: Job,
-        blocks: Blocks,
-        claims: list[Any] | None = None,
-        from_peer: bool = False,
-    ) -> Operation:
-        job.open_parts += 1
-        return Operation(job, blocks, time.monotonic(), claims, from_peer=from_peer)
 
     def _copy_failed(self, operation: Operation, failed: list[bytes]) -> None:
         job = operation.job
         if not job.is_load:
-            job.failed = {*job.failed, *failed}
+            job.failed.update(failed)
             self._losses.add(Lost.STORE_FAILED, len(failed))
             self._store_window = max(1, self._store_window // 2)
             return
-        endpoint = self._hints.endpoint(job.request_id)
-        lands = self.landings is not None and self._peers_land_in_pool
-        direct = endpoint is not None and not lands
-        if direct and len(failed) == len(operation.blocks):
+        source = operation.source
+        if source is not None and operation.claims is None:
+            # A peer was to write straight into the primary tier.
             waited = time.monotonic() - operation.started_at
-            if waited >= 0.9 * self._limits.operation_timeout_s:
-                self._peers.silent(str(endpoint), operation.started_at)
-        self.not_landed(job, failed, Lost.LOAD_FAILED, direct or operation.from_peer)
+            if (
+                len(failed) == len(operation.blocks)
+                and waited >= _SILENT_SHARE * self._limits.operation_timeout_s
+            ):
+                self._liveness.silent(source, operation.started_at)
+        self._lost(job, failed, Lost.LOAD_FAILED, source)
 
-    def _close(self, handle: int, operation: Operation) -> None:
+    def _close_quiesced(self) -> None:
+        for handle, operation in list(self._uncertain.items()):
+            if not self._quarantine.may_write(handle):
+                del self._uncertain[handle]
+                self._close(operation)
+
+    def _close(self, operation: Operation) -> None:
         """An operation is over; a load's blocks are verified before they count."""
-        del self._operations[handle]
         job = operation.job
         if operation.claims is not None:
-            if self.landings is not None:
-                self.landings.release(operation.claims)
+            self._staging.release(operation.source or FILES, operation.claims)
         elif job.is_load:
             self._loading -= len(operation.blocks)
+            if operation.source is not None and not job.failed.issuperset(
+                operation.blocks
+            ):
+                self._liveness.heard(operation.source)
         else:
             self._storing -= len(operation.blocks)
             if self._store_window < self._limits.store_window:
                 self._store_window += 1
         if self._sums is None:
-            self.part_closed(job)
+            self._settle(job, len(operation.blocks))
         elif not job.is_load:
             self._close_store(operation)
         else:
-            arrived = [k for k in operation.blocks if k not in job.failed]
-            self._sums.verify(
-                operation, chunks_of(job, arrived), adopt=operation.from_peer
-            )
+            arrived = [key for key in operation.blocks if key not in job.failed]
+            from_peer = operation.source not in (None, FILES)
+            self._sums.verify(operation, chunks_of(job, arrived), adopt=from_peer)
 
     def _close_store(self, operation: Operation) -> None:
         """Called twice for a store with checksums; the second call ends it."""
         if operation.unchecked:
             operation.unchecked = False
         else:
-            self.part_closed(operation.job)
+            self._settle(operation.job, len(operation.blocks))
 
     def _checked(self, operation: Operation, wrong: list[bytes]) -> None:
-        if not operation.job.is_load:
+        job = operation.job
+        if not job.is_load:
             self._close_store(operation)
             return
         if wrong:
             self.corrupt += len(wrong)
-            self.not_landed(operation.job, wrong, Lost.CORRUPT, False)
-        self.part_closed(operation.job)
+            self._lost(job, wrong, Lost.CORRUPT, None)
+        self._settle(job, len(operation.blocks))
 
     # --- results ---------------------------------------------------------------------
 
-    def _finish_if_done(self, job: Job) -> None:
-        if job.open_parts or job.cursor < len(job.keys):
-            return
+    def _missed(
+        self, job: Job, keys: list[bytes], reason: Lost, source: str | None
+    ) -> None:
+        """Blocks of a load will not come."""
+        self._lost(job, keys, reason, source)
+        self._settle(job, len(keys))
+
+    def _lost(
+        self, job: Job, keys: list[bytes], reason: Lost, source: str | None
+    ) -> None:
+        """Note blocks that failed: for this request, or for all if it is their fault.
+
+        A block that is gone, or a source that does not answer, is no block's fault.
+        """
+        job.failed.update(keys)
+        self._losses.add(reason, len(keys))
+        everyone = reason in _BLAMED and source in (None, FILES)
+        skip = len(self._prefix)
+        self._backoff.failed(
+            [OffloadKey(key[skip:]) for key in keys], job.request_id, everyone=everyone
+        )
+
+    def _settle(self, job: Job, blocks: int) -> None:
+        job.unsettled -= blocks
+        if job.unsettled <= 0:
+            self._finish(job)
+
+    def _finish(self, job: Job) -> None:
         if self._jobs.pop(job.job_id, None) is None:
             return
         failed = job.failed
-        arrived: list[OffloadKey] | None = None
+        arrived: set[OffloadKey] | None = None
         if failed and job.is_load:
-            arrived = [key for key in job.keys if self._prefix + key not in failed]
+            arrived = {key for key in job.keys if self._prefix + key not in failed}
         if job.dropped:
             self._losses.add(Lost.DROPPED, job.dropped)
         # Not for stores: KVCR does not store again what it holds, damaged or not.
         if job.is_load and self._backoff.active:
-            self._backoff.succeeded(job.keys if arrived is None else arrived)
+            self._backoff.forget(job.keys if arrived is None else arrived)
         seconds: float | None = None
         moved: int | None = None
         if self._block_bytes is not None:
@@ -500,6 +481,6 @@ class Transfers:
         self._losses.add(Lost.BACKEND_FAILED, len(job.keys))
         self._results.append(
             shims.job_result(
-                job.job_id, False, successful_keys=[] if job.is_load else None
+                job.job_id, False, successful_keys=set() if job.is_load else None
             )
         )

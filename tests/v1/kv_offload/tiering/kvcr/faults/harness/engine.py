@@ -104,6 +104,8 @@ class Engine(ParentManager):
     """Say of each block in the primary tier that it is on its way there."""
     written_off: set[int] = field(default_factory=set)
     """Jobs whose slots can never be had again, as a test has found right."""
+    strangers: bool = False
+    """Peers have to be introduced first; else the first pull is like any other."""
     parent_faults: dict[str, Callable[[], None]] = field(default_factory=dict)
     """What goes wrong in calls of ``ParentManager``, by their names."""
 
@@ -124,6 +126,8 @@ class Engine(ParentManager):
 
     def begin(self, request_id: str, hint: object | None = None) -> ReqContext:
         context = request(request_id, hint)
+        if not self.strangers:
+            self.probe.know(hint)
         self.call("on_new_request", context)
         return context
 

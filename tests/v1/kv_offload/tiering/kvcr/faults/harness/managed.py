@@ -70,6 +70,7 @@ class ManagedEngine:
     ) -> None:
         self.writer = writer
         self.wrong: list[str] = []
+        self.strangers = False
         self.load_jobs: Counter[str] = Counter()
         region = SharedOffloadRegion(
             engine_id=f"faults-{uuid.uuid4().hex}",
@@ -94,6 +95,8 @@ class ManagedEngine:
         self, request_id: str, keys: Sequence[OffloadKey], hint: object | None = None
     ) -> Request:
         context = request(request_id, hint)
+        if not self.strangers:
+            self.probe.know(hint)
         self.manager.on_new_request(context)
         return Request(context, keys)
 

@@ -31,13 +31,23 @@ class Probe:
     @property
     def landing_room(self) -> int:
         """Slots of the pool that a peer's blocks may still land in."""
-        return int(self._tier._transfers.landings.room)
+        return int(self._tier._staging.peer_room)
 
     @property
     def unstopped(self) -> bool:
         """Whether, for all KVCR knows, a peer may still write or read here."""
         core = self._tier._kvcr._core
-        return bool(self._tier._resilience._open) or core._outstanding_operations > 0
+        return not self._tier._quarantine.is_empty or core._outstanding_operations > 0
+
+    def know(self, hint: object) -> None:
+        """Count the peer that a hint names as introduced, if it is a new one."""
+        try:
+            endpoint = hint["actions"][0]["payload"]["source_control_endpoint"]  # type: ignore[index]
+        except (KeyError, IndexError, TypeError):
+            return
+        liveness = self._tier._liveness
+        if isinstance(endpoint, str) and endpoint not in liveness._sources:
+            liveness.heard(endpoint)
 
     @property
     def pins(self) -> int:
@@ -62,24 +72,23 @@ class Probe:
 
     def pool(self, row_bytes: int) -> np.ndarray:
         """The tier's pool, one row a slot. Not to be kept beyond the tier."""
-        memory = self._tier._pool
+        memory = self._tier._backend._pool
         whole = (ctypes.c_uint8 * memory.size).from_address(memory.address)
         return np.ctypeslib.as_array(whole).reshape(-1, row_bytes)
 
     def tables(self) -> dict[str, int]:
         """How many entries the tables of the tier's parts have."""
         tier = self._tier
-        landings = tier._transfers.landings
         parts = {
             "transfers": tier._transfers,
             "pins": tier._pins,
             "hints": tier._hints,
             "backoff": tier._backoff,
-            "peers": tier._hints._peers,
+            "liveness": tier._liveness,
             "inventory": tier._inventory,
+            "staging": tier._staging,
+            "quarantine": tier._quarantine,
         }
-        if landings is not None:
-            parts["landings"] = landings
         return {
             f"{name}.{attribute}": len(value)
             for name, part in parts.items()
@@ -95,7 +104,7 @@ class Probe:
     def write_straight(self, blocks: int) -> None:
         """Load as the obvious adapter does: one operation a job, into the slots."""
         transfers = self._tier._transfers
-        transfers.landings = None
+        self._tier._stages = transfers._stages_peers = transfers._has_files = False
         transfers._limits = replace(
             transfers._limits, load_operation=blocks, load_window=blocks
         )

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""KVCR and its memory: started, undone if the start fails, closed, and kept mapped
+where native code may still touch it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvcr import KVCRBindings
+from kvcr.config import KVCRGuardConfig
+
+from vllm.v1.kv_offload.tiering.kvcr.backend import setup
+from vllm.v1.kv_offload.tiering.kvcr.backend.closing import Closer
+from vllm.v1.kv_offload.tiering.kvcr.backend.pool import PoolMemory
+from vllm.v1.kv_offload.tiering.kvcr.backend.protocol import KvcrApi
+from vllm.v1.kv_offload.tiering.kvcr.compat import shims
+from vllm.v1.kv_offload.tiering.kvcr.config import TierConfig
+
+CLOSE_TIMEOUT_S = 20.0
+"""Must exceed what KVCR gives its operations, 5 s, and then its thread, 10 s."""
+
+
+@dataclass(frozen=True)
+class Natives:
+    """What a backend is made of; the manager's names for them, so that they can be
+    replaced there."""
+
+    kvcr: Callable[..., Any]
+    channel: Callable[[str, int, str], Any]
+    allocate: Callable[[int, int], Any]
+    retained: list[Any]
+    """Buffers that stay mapped until the process ends."""
+
+
+class Backend:
+    """A running KVCR, and the memory that it works on."""
+
+    def __init__(self, natives: Natives, primary_buffer: Any) -> None:
+        self._natives = natives
+        self._primary_buffer = primary_buffer
+        self._pool: PoolMemory | None = None
+        self._channel: Any | None = None
+        self.kvcr: KvcrApi
+        self.slots = 0
+        """Slots of KVCR's own pool; 0: it has none, or of unknown size."""
+
+    @classmethod
+    def start(
+        cls,
+        natives: Natives,
+        config: TierConfig,
+        primary: setup.Primary,
+        *,
+        primary_buffer: Any,
+        agent: str,
+        port: int | None,
+        guard: KVCRGuardConfig | None,
+        bindings: dict[str, Any],
+    ) -> "Backend":
+        """Start KVCR.
+
+        Args:
+            primary_buffer: What owns the primary tier's memory, to be kept alive.
+            port: Where to listen for peers, if they are served.
+            bindings: Those of KVCR's callbacks that are not the control channel.
+
+        Raises:
+            Exception: KVCR, NIXL or the operating system refused. Nothing is left
+                behind, except buffers that native code may still touch.
+        """
+        backend = cls(natives, primary_buffer)
+        try:
+            backend._start(config, primary, agent, port, guard, bindings)
+        except BaseException as error:
+            backend._undo(error)
+            refused = setup.service_refused(guard, error)
+            if refused is not None:
+                raise refused from error
+            raise
+        backend.closer = Closer(backend.kvcr)
+        return backend
+
+    closer: Closer
+
+    def stop(self) -> bool:
+        """Close KVCR and give its memory back; whether native code let go of it."""
+        if not self.closer.wait(CLOSE_TIMEOUT_S):
+            self._retain()
+            return False
+        if self._pool is not None:
+            self._pool.free()
+        return True
+
+    def _start(
+        self,
+        config: TierConfig,
+        primary: setup.Primary,
+        agent: str,
+        port: int | None,
+        guard: KVCRGuardConfig | None,
+        bindings: dict[str, Any],
+    ) -> None:
+        self.slots, option = setup.pool_slots(config, primary)
+        pool = None
+        if self.slots:
+            size = self.slots * primary.row_bytes
+            self._pool = PoolMemory(
+                self._natives.allocate, size, option, config.populate_pool
+            )
+            pool = (self._pool.address, self._pool.size)
+        if port is not None:
+            self._channel = self._natives.channel(
+                config.control_host, port, setup.advertise_host(config)
+            )
+        self.kvcr = self._natives.kvcr(
+            setup.kvcr_config(config, primary, agent),
+            KVCRBindings(framework_control=self._channel, **bindings),
+            setup.backend_configs(config, primary, pool),
+            guard,
+        )
+        if guard is not None:
+            self.slots = (shims.service_pool_bytes(self.kvcr) or 0) // primary.row_bytes
+
+    def _undo(self, error: BaseException) -> None:
+        """Close what was opened, or keep what must be kept."""
+        if shims.native_alive_after(error) or not isinstance(error, Exception):
+            self._retain()
+            return
+        if self._channel is not None:
+            self._channel.close()
+        if self._pool is not None:
+            self._pool.free()
+
+    def _retain(self) -> None:
+        self._natives.retained.append(self._primary_buffer)
+        if self._pool is not None:
+            self._natives.retained.append(self._pool.buffer)
