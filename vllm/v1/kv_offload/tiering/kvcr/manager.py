@@ -15,7 +15,6 @@ import mmap
 import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping
-from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 # First: where kvcr is absent, this says what to install.
@@ -46,7 +45,10 @@ from vllm.v1.kv_offload.tiering.base import (
 )
 from vllm.v1.kv_offload.tiering.kvcr.backend import setup
 from vllm.v1.kv_offload.tiering.kvcr.backend.closing import Closer
-from vllm.v1.kv_offload.tiering.kvcr.backend.policy import choose_policy
+from vllm.v1.kv_offload.tiering.kvcr.backend.policy import (
+    choose_policy,
+    follows_order,
+)
 from vllm.v1.kv_offload.tiering.kvcr.backend.pool import PoolMemory
 from vllm.v1.kv_offload.tiering.kvcr.compat.environment import check_environment
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import LOOKUPS
@@ -72,6 +74,7 @@ from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import (
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Resilience
 from vllm.v1.kv_offload.tiering.kvcr.transfers.backoff import Backoff
 from vllm.v1.kv_offload.tiering.kvcr.transfers.checksums import BlockSums
+from vllm.v1.kv_offload.tiering.kvcr.transfers.recency import Recency
 from vllm.v1.kv_offload.tiering.kvcr.transfers.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -88,7 +91,6 @@ _RETAINED_NATIVE_BUFFERS: list[Any] = []
 _DECLINER = StoreDecliner()
 _POLL_INTERVAL_S = 0.001
 _WAIT_WARNING_S = 5.0
-_MAX_TOUCHED = 4096  # about 10 ms; a prefix is evicted from its end
 _LONGEST_DRAIN_S = 30.0
 _CLOSE_TIMEOUT_S = 20.0  # KVCR gives its operations 5 s and its thread 10 s
 
@@ -245,9 +247,10 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._resilience.transfers = self._transfers
         self._closer = Closer(self._kvcr)
         self._query: Any = self._kvcr.query
-        self._align = getattr(self._kvcr, "align_sequence", None)
-        if not config.has_own_storage:
-            self._align = None
+        self._recency: Recency | None = None
+        align = getattr(self._kvcr, "align_sequence", None)
+        if align is not None and config.has_own_storage and follows_order(policy):
+            self._recency = Recency(align, namespace.prefix, slots)
         # Where nothing wakes a sleeping engine for a peer, it must not sleep.
         self._steps_for_peers = config.serves_peers and not shims.HAS_TIER_POLL_THREAD
         # Peers wait for answers, and stores for KVCR, which frees room in a full pool
@@ -288,12 +291,10 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._backoff.finish(req_context.req_id)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        if self._align is None or not self._usable:
+        if self._recency is None or not self._usable:
             return
-        prefix = self._prefix
-        first = islice(keys, _MAX_TOUCHED)
         try:
-            self._align([prefix + key for key in first], True)
+            self._recency.used(keys)
         except Exception as error:
             self._fail(error)
 
@@ -311,6 +312,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         elif not self._config.has_own_storage:
             self._transfers.end_at_once(job_metadata, success=True)
         else:
+            if self._recency is not None:
+                self._recency.stored(len(job_metadata.keys))
             self._submit(self._transfers.submit_store, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
