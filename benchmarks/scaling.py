@@ -50,6 +50,8 @@ class LargePool:
         gc.disable()
         self._fill(slots - ROWS)
         self._resident = Keys().fresh(ROWS)
+        # Twice, since half as many blocks are reported as were stored.
+        self._run(self._resident, load=False)
         self._run(self._resident, load=False)
         self._turn = 0
         gc.freeze()

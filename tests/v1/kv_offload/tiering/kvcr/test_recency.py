@@ -64,9 +64,9 @@ def test_the_work_of_a_call_is_bounded(slots: int, count: int) -> None:
     assert len(told.calls) == 1
 
 
-def test_all_calls_together_report_no_more_than_is_stored() -> None:
+def test_all_calls_together_report_half_of_what_is_stored() -> None:
     told = Told()
-    order = Recency(told, PREFIX, slots=8)
+    order = Recency(told, PREFIX, slots=64)
     for turn in range(50):
         order.used(keys(64, first=1000 * turn))
     assert told.total == 0
@@ -75,17 +75,17 @@ def test_all_calls_together_report_no_more_than_is_stored() -> None:
         order.stored(turn % 40)
         stored += turn % 40
         order.used(keys(64, first=1000 * turn))
-        assert told.total <= stored
-    assert told.total > stored / 2
+        assert told.total <= stored / recency.STORES_PER_KEY
+    assert told.total > stored / 4
 
 
 def test_a_saved_up_bound_is_bounded() -> None:
     told = Told()
-    order = Recency(told, PREFIX, slots=8)
+    order = Recency(told, PREFIX, slots=10**6)
     order.stored(10**9)
     for turn in range(200):
         order.used(keys(64, first=1000 * turn))
-    assert told.total <= recency.MAX_CREDIT
+    assert told.total <= recency._MAX_CREDIT
 
 
 def test_a_long_prefix_is_reported_from_its_head_on_over_several_calls() -> None:
@@ -121,7 +121,7 @@ def test_only_what_is_new_is_reported_until_the_rest_has_grown_old() -> None:
 def test_what_is_remembered_is_bounded() -> None:
     order = Recency(Told(), PREFIX, slots=1 << 40)
     for number in range(recency._REMEMBERED_GROUPS + 100):
-        order.stored(1)
+        order.stored(2)
         order.used([key(number)])
     assert len(order._reported) == recency._REMEMBERED_GROUPS
 
@@ -136,7 +136,7 @@ def test_touch_tells_kvcr_after_a_store() -> None:
     rig = StandinRig(kvcr=Aligning)
     rig.tier.touch([key(1), key(2)], ReqContext("r"))
     assert rig.kvcr.align_sequence.take() == []
-    rig.store(keys(3), range(3))
+    rig.store(keys(4), range(4))
     rig.tier.touch([key(1), key(2)], ReqContext("r"))
     assert rig.kvcr.align_sequence.take() == [key(1), key(2)]
 
@@ -144,11 +144,11 @@ def test_touch_tells_kvcr_after_a_store() -> None:
 def test_touch_tells_nothing_where_nothing_would_follow() -> None:
     for policy, told in (("fifo", []), ("lru", [key(1)])):
         rig = StandinRig(kvcr=Aligning, policy=policy)
-        rig.store(keys(3), range(3))
+        rig.store(keys(4), range(4))
         rig.tier.touch([key(1)], ReqContext("r"))
         assert rig.kvcr.align_sequence.take() == told
     without = StandinRig()  # a KVCR that cannot be told
-    without.store(keys(3), range(3))
+    without.store(keys(4), range(4))
     without.tier.touch([key(1)], ReqContext("r"))
 
 
@@ -158,7 +158,7 @@ def test_kvcr_raising_does_not_leave_touch() -> None:
             raise RuntimeError("gone")
 
     rig = StandinRig(kvcr=Raising)
-    rig.store(keys(3), range(3))
+    rig.store(keys(4), range(4))
     rig.tier.touch([key(1)], ReqContext("r"))
     rig.tier.touch([key(1)], ReqContext("r"))
     assert not rig.hits([key(1)])

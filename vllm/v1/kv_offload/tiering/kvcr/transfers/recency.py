@@ -9,9 +9,9 @@ leaves a stale entry in its eviction queue. KVCR rebuilds that queue at once whe
 entries outnumber the others: a third of a second with 200,000 slots.
 
 So a call reports at most ``MAX_KEYS``; no blocks again that were reported a short while
-ago, counted in stores; and never more blocks in total than were stored. A full pool
-evicts a block for each one stored, which takes the old entries along, so that reporting
-by itself never makes KVCR rebuild its queue.
+ago, counted in stores; and of all blocks half as many as were stored. A full pool evicts
+a block for each one stored, which takes stale entries along, so that reporting by itself
+does not make KVCR rebuild its queue.
 """
 
 from collections import OrderedDict
@@ -27,7 +27,9 @@ GROUP = 16
 """Blocks that are remembered as one. A key stands for all blocks before it, too, so
 that a group's last key names it."""
 MAX_LOOKED_AT = 4096
-MAX_CREDIT = 4096
+STORES_PER_KEY = 2
+"""With 1, KVCR rebuilds its queue every other time that its pool was filled anew."""
+_MAX_CREDIT = 4096
 _REMEMBERED_GROUPS = 1 << 14
 # A block in use is then never older, to KVCR, than this share of its pool's stores.
 _STALE_AFTER_POOLS = 1 / 8
@@ -48,6 +50,7 @@ class Recency:
         self._align = align
         self._prefix = prefix
         self._stale_after = max(1, int(slots * _STALE_AFTER_POOLS))
+        self._most_credit = STORES_PER_KEY * min(slots, _MAX_CREDIT)
         self._stored = 0
         self._credit = 0
         self._reported: OrderedDict[OffloadKey, int] = OrderedDict()
@@ -55,11 +58,11 @@ class Recency:
     def stored(self, blocks: int) -> None:
         """Blocks are on their way into the pool, and others out of it."""
         self._stored += blocks
-        self._credit = min(self._credit + blocks, MAX_CREDIT)
+        self._credit = min(self._credit + blocks, self._most_credit)
 
     def used(self, keys: Collection[OffloadKey]) -> None:
         """A request uses these blocks, in this order."""
-        room = min(MAX_KEYS, self._credit)
+        room = min(MAX_KEYS, self._credit // STORES_PER_KEY)
         if not room:
             return
         looked_at = list(islice(keys, MAX_LOOKED_AT))
@@ -73,7 +76,7 @@ class Recency:
                 self._remember(group[-1])
                 chosen += [self._prefix + key for key in group]
         if chosen:
-            self._credit -= len(chosen)
+            self._credit -= STORES_PER_KEY * len(chosen)
             self._align(chosen, True)
 
     def _remember(self, name: OffloadKey) -> None:
