@@ -9,9 +9,9 @@ leaves a stale entry in its eviction queue. KVCR rebuilds that queue at once whe
 entries outnumber the others: a third of a second with 200,000 slots.
 
 So a call reports at most ``MAX_KEYS``; no blocks again that were reported a short while
-ago, counted in stores; and of all blocks half as many as were stored. A full pool evicts
-a block for each one stored, which takes stale entries along, so that reporting by itself
-does not make KVCR rebuild its queue.
+ago, counted in stores; and of all blocks half as many as were stored. A full pool
+evicts a block for each one stored, which takes stale entries along, so that reporting
+by itself does not make KVCR rebuild its queue.
 """
 
 from collections import OrderedDict
