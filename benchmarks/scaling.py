@@ -128,7 +128,7 @@ class LargePool:
     def _fill(self, blocks: int) -> None:
         inside = self._kvcr._core
         records = {}
-        for slot in range(min(blocks, _MOST_RECORDS)):
+        for slot in range(blocks if blocks <= _MOST_RECORDS else 0):
             residency = local_dram._LocalDramResidency(
                 slots=[("", slot)], state=local_dram._LocalDramState.READY
             )
