@@ -63,12 +63,7 @@ def pools(plan: Plan, log: Path, tell: Tell) -> Section:
                 base,
                 MILLISECONDS,
             )
-            direct = compare(
-                "",
-                {base: unbounded[fewest], "all": unbounded[slots]},
-                base,
-                MICROSECONDS,
-            )
+            direct = ratio(unbounded[slots], unbounded[fewest])
             worst = MILLISECONDS.show(max(touches[slots]))
             all_worst = MILLISECONDS.show(max(unbounded[slots]))
             rows.append(
