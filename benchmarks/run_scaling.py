@@ -10,6 +10,7 @@ from benchmarks.contenders import OURS
 from benchmarks.plan import Plan
 from benchmarks.remote import Fleet
 from benchmarks.result import MICROSECONDS, MILLISECONDS, Row, Section, compare
+from benchmarks.stats import ratio
 
 POOL = "benchmarks.scaling:LargePool"
 CALLS = "benchmarks.scaling:LargeCalls"
