@@ -22,12 +22,23 @@ from benchmarks import (
     run_data,
     run_idle,
     run_peers,
+    run_scaling,
 )
 from benchmarks.plan import QUICK, Plan
 from benchmarks.result import Curve, Section
 
 _PREFIX = "vllm-kvcr-bench-"
-PARTS = ("control", "flat", "peers", "data", "files", "sweep", "sizes", "idle")
+PARTS = (
+    "control",
+    "flat",
+    "scaling",
+    "peers",
+    "data",
+    "files",
+    "sweep",
+    "sizes",
+    "idle",
+)
 
 
 def run(
@@ -60,6 +71,9 @@ def run(
             sections.append(run_control.control(plan, log, tell))
         if "flat" in parts:
             sections.append(run_control.flatness(plan, log, tell))
+        if "scaling" in parts:
+            sections.append(run_scaling.pools(plan, log, tell))
+            sections.append(run_scaling.calls(plan, log, tell))
         if "data" in parts:
             sections.append(run_data.memory(plan, memory, log, tell))
         if "files" in parts and plan.disk_passes:

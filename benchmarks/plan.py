@@ -24,6 +24,12 @@ class Plan:
     flat_repetitions: int = 21
     burst_repetitions: int = 3
 
+    pool_slots: tuple[int, ...] = (2_000, 200_000, 2_000_000)
+    pool_policies: tuple[str | None, ...] = (None, "lru")
+    touches: int = 8
+    call_units: tuple[int, int] = (100, 100_000)
+    scaling_repetitions: int = 3
+
     pulls: int = 20
     # At a source that steps every 900 ms; each takes up to a second.
     slow_pulls: int = 5
@@ -61,6 +67,10 @@ QUICK = Plan(
     outstanding=(10, 10_000),
     flat_repetitions=5,
     burst_repetitions=1,
+    pool_slots=(2_000, 20_000),
+    pool_policies=(None,),
+    call_units=(100, 5_000),
+    scaling_repetitions=1,
     pulls=4,
     slow_pulls=0,
     landing_pulls=0,

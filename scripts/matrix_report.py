@@ -46,7 +46,9 @@ jobs; without it they end at once as successes |
 `kv_transfer_params` only |
 | `config_info` | vLLM publishes versions and capabilities as labels of its metric on \
 the configuration |
-| `sequence_alignment` | KVCR learns in which order vLLM uses blocks, and evicts by it |
+| `sequence_alignment` | vLLM reports which blocks its requests use, and KVCR evicts \
+by it; without it KVCR evicts by what is stored in it and loaded from it alone. vLLM \
+0.31 and later report nothing |
 | `retained_startup_buffers` | KVCR says itself that a failed start left native code \
 running; without it the tier looks at what KVCR set aside |
 | `memory_owners` | KVCR's reports name whose memory they are about; without it the \

@@ -36,7 +36,15 @@ def ratios(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict
 
 
 def test_every_part_has_results(ratios: dict[str, dict[str, dict]]) -> None:
-    assert set(ratios) == {"Idle", "Peers", "Control plane", "Flatness", "Data plane"}
+    assert set(ratios) == {
+        "Idle",
+        "Peers",
+        "Control plane",
+        "Flatness",
+        "Large pools",
+        "Large calls",
+        "Data plane",
+    }
     assert all(ratios.values())
 
 
@@ -45,6 +53,23 @@ def test_nothing_grows_with_what_is_outstanding(
 ) -> None:
     flat = {what: row[OURS] for what, row in ratios["Flatness"].items()}
     assert {what for what, ratio in flat.items() if ratio > 3} == set(), flat
+
+
+def test_a_unit_of_a_large_call_costs_no_more_than_one_of_a_small_call(
+    ratios: dict[str, dict[str, dict]],
+) -> None:
+    large = {what: row[OURS] for what, row in ratios["Large calls"].items()}
+    assert {what for what, ratio in large.items() if ratio > 3} == set(), large
+
+
+def test_touch_does_not_grow_with_the_pool(ratios: dict[str, dict[str, dict]]) -> None:
+    touches = {
+        what: row[OURS]
+        for what, row in ratios["Large pools"].items()
+        if what.startswith("touch")
+    }
+    assert touches
+    assert all(ratio < 5 for ratio in touches.values()), touches
 
 
 def test_control_plane_is_close_to_bare_kvcr(

@@ -3,6 +3,7 @@
 """The shims between releases: each does its work, and none stays when it may go."""
 
 import ast
+import importlib.util
 import io
 import json
 import re
@@ -68,6 +69,7 @@ SHIMS = [
     Shim("_HAS_TRANSFER_BYTES", "vllm", "0.30", is_on("_HAS_TRANSFER_BYTES")),
     Shim("_HAS_KV_HINTS", "vllm", "0.30", is_on("_HAS_KV_HINTS")),
     Shim("request_hints", "vllm", "0.30"),
+    Shim("REPORTS_USE", "vllm", "0.30", lambda: not shims.REPORTS_USE),
     Shim("HAS_TIER_POLL_THREAD", "vllm", "0.32", is_on("HAS_TIER_POLL_THREAD")),
     Shim("_HAS_CONFIG_INFO", "vllm", "0.32", is_on("_HAS_CONFIG_INFO")),
 ]
@@ -377,6 +379,17 @@ def test_capabilities_are_those_that_are_documented(
         "memory_owners",
     ]
     assert set(map(type, capabilities.values())) == {bool}
+
+
+def test_use_is_said_to_be_reported_where_vllms_scheduler_reports_it() -> None:
+    name = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
+    found = importlib.util.find_spec(name)
+    assert found is not None
+    assert found.origin is not None
+    calls = "manager.touch(" in Path(found.origin).read_text()
+    assert calls is shims.REPORTS_USE
+    says = shims.capabilities()["sequence_alignment"]
+    assert says is (calls and shims.HAS_SEQUENCE_ALIGNMENT)
 
 
 def test_the_start_is_announced_in_one_line(tier_log: LogLines) -> None:

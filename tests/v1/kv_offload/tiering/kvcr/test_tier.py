@@ -109,18 +109,6 @@ def test_requests_are_offloaded_chunk_by_chunk() -> None:
     assert tier.on_request_finished(context) is None
 
 
-def test_touch_aligns_kvcrs_recency_where_kvcr_has_that() -> None:
-    aligned: list[Any] = []
-
-    class Aligning(KvcrStandin):
-        def align_sequence(self, ordered_keys: Any, use_current_time: Any) -> None:
-            aligned.append((ordered_keys, use_current_time))
-
-    StandinRig(kvcr=Aligning).tier.touch([key(1), key(2)], ReqContext("r"))
-    assert aligned == [([key(1), key(2)], True)]
-    StandinRig().tier.touch([key(1)], ReqContext("r"))  # a KVCR that has not
-
-
 # --- events ----------------------------------------------------------------------
 
 

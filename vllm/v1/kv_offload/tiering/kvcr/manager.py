@@ -15,7 +15,6 @@ import mmap
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 # First: where kvcr is absent, this says what to install.
@@ -45,7 +44,10 @@ from vllm.v1.kv_offload.tiering.base import (
     TransferJob,
 )
 from vllm.v1.kv_offload.tiering.kvcr.backend import setup
-from vllm.v1.kv_offload.tiering.kvcr.backend.policy import choose_policy
+from vllm.v1.kv_offload.tiering.kvcr.backend.policy import (
+    choose_policy,
+    follows_order,
+)
 from vllm.v1.kv_offload.tiering.kvcr.backend.start import Backend, Natives
 from vllm.v1.kv_offload.tiering.kvcr.compat.environment import check_environment
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import LOOKUPS
@@ -67,6 +69,7 @@ from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import (
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 from vllm.v1.kv_offload.tiering.kvcr.transfers.backoff import Backoff
 from vllm.v1.kv_offload.tiering.kvcr.transfers.checksums import BlockSums
+from vllm.v1.kv_offload.tiering.kvcr.transfers.recency import Recency
 from vllm.v1.kv_offload.tiering.kvcr.transfers.staging import Staging
 from vllm.v1.kv_offload.tiering.kvcr.transfers.transfers import Transfers
 
@@ -83,7 +86,6 @@ _RETAINED_NATIVE_BUFFERS: list[Any] = []
 
 _POLL_INTERVAL_S = 0.001
 _WAIT_WARNING_S = 5.0
-_MAX_TOUCHED = 4096  # about 10 ms; a prefix is evicted from its end
 _LONGEST_DRAIN_S = 30.0
 
 # Looking an enum's member up costs a tenth of a lookup.
@@ -151,6 +153,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._pins = self._make_pins(codec, namespace, block_refs, agent)
         watches = publishes or config.g3 is not None
         guard = setup.guard_config(config, local_rank, namespace)
+        policy = choose_policy(config.policy, has_files=config.g3 is not None)
         self._backend = Backend.start(
             Natives(KVCR, ZmqPeerControlChannel, mmap.mmap, _RETAINED_NATIVE_BUFFERS),
             config,
@@ -168,7 +171,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 "key_adapter": codec,
                 "inventory_sink": self._inventory.report if watches else None,
                 "stats_factory": KvcrStats if config.enable_telemetry else None,
-                "policy": choose_policy(config.policy, has_files=config.g3 is not None),
+                "policy": policy,
                 "on_resilience_event": self._quarantine.report,
             },
         )
@@ -228,9 +231,10 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             block_bytes=primary.row_bytes if config.enable_telemetry else None,
         )
         self._query: Any = kvcr.query
-        self._align = getattr(kvcr, "align_sequence", None)
-        if not config.has_own_storage:
-            self._align = None
+        self._recency: Recency | None = None
+        align = getattr(kvcr, "align_sequence", None)
+        if align is not None and config.has_own_storage and follows_order(policy):
+            self._recency = Recency(align, namespace.prefix, self._backend.slots)
         # Where nothing wakes a sleeping engine for a peer, it must not sleep.
         self._steps_for_peers = config.serves_peers and not shims.HAS_TIER_POLL_THREAD
         # Peers wait for answers, and stores for KVCR, which frees room in a full pool
@@ -272,12 +276,10 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._backoff.finish(req_context.req_id)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        if self._align is None or not self._usable:
+        if self._recency is None or not self._usable:
             return
-        prefix = self._prefix
-        first = islice(keys, _MAX_TOUCHED)
         try:
-            self._align([prefix + key for key in first], True)
+            self._recency.used(keys)
         except Exception as error:
             self._fail(error)
 
@@ -295,6 +297,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         elif not self._config.has_own_storage:
             self._transfers.end_at_once(job_metadata, success=True)
         else:
+            if self._recency is not None:
+                self._recency.stored(len(job_metadata.keys))
             self._submit(self._transfers.submit_store, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:

@@ -50,6 +50,11 @@ def choose_policy(name: str | None, *, has_files: bool) -> KVCachePolicy | None:
     return CleanFirstPolicy() if has_files else None
 
 
+def follows_order(policy: KVCachePolicy | None) -> bool:
+    """Whether it matters to a policy in which order vLLM uses blocks."""
+    return type(policy) not in (FIFOPolicy, G3FIFOPolicy)
+
+
 def make_policy(name: str) -> KVCachePolicy:
     """Build the policy called ``name``: a built-in one or ``module.Class``.
 

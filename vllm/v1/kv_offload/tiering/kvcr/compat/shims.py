@@ -49,6 +49,12 @@ KVCRStartupError: type[Exception] = getattr(
 # Serves kvcr 0.1.0, which cannot be told of a sequence's order. Can go with 0.1.0.
 HAS_SEQUENCE_ALIGNMENT = hasattr(kvcr_api.KVCR, "align_sequence")
 
+# Serves vLLM 0.30, the only release that reports the use of blocks to its tiers
+# (``touch``). Since 0.31 its scheduler records in the request where each block is, for
+# the primary tier's own order alone. Can go when 0.30 is no longer supported, unless a
+# later release calls ``touch`` again.
+REPORTS_USE = not hasattr(ReqContext, "set_offload_key_position")
+
 # Serves kvcr 0.1.0, where a block is an address; from 0.1.1 on it is an index into a
 # registered region. Can go with 0.1.0.
 _HAS_REGIONS = hasattr(kvcr_types, "RegionDescriptor")
@@ -207,7 +213,7 @@ def capabilities() -> dict[str, bool]:
         "transfer_sizes": _HAS_TRANSFER_BYTES,
         "kv_hints": _HAS_KV_HINTS,
         "config_info": _HAS_CONFIG_INFO,
-        "sequence_alignment": HAS_SEQUENCE_ALIGNMENT,
+        "sequence_alignment": HAS_SEQUENCE_ALIGNMENT and REPORTS_USE,
         "retained_startup_buffers": KVCRStartupError is not _NeverRaised,
         "memory_owners": _HAS_MEMORY_OWNERS,
     }
