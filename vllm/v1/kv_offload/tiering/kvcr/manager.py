@@ -46,7 +46,7 @@ from vllm.v1.kv_offload.tiering.base import (
 )
 from vllm.v1.kv_offload.tiering.kvcr.backend import setup
 from vllm.v1.kv_offload.tiering.kvcr.backend.closing import Closer
-from vllm.v1.kv_offload.tiering.kvcr.backend.policy import choose_policy
+from vllm.v1.kv_offload.tiering.kvcr.backend.policy import choose_policy, observe
 from vllm.v1.kv_offload.tiering.kvcr.backend.pool import PoolMemory
 from vllm.v1.kv_offload.tiering.kvcr.compat.environment import check_environment
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import LOOKUPS
@@ -60,7 +60,8 @@ from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace, make_namespace
 from vllm.v1.kv_offload.tiering.kvcr.peers.hints import Hints, own_endpoints
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import Peers
 from vllm.v1.kv_offload.tiering.kvcr.peers.pins import Pins
-from vllm.v1.kv_offload.tiering.kvcr.reports.events import Inventory
+from vllm.v1.kv_offload.tiering.kvcr.reports.disk import DiskWatch
+from vllm.v1.kv_offload.tiering.kvcr.reports.events import Inventory, Sink, sink_of
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health, Reason
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import (
     KvcrStats,
@@ -72,6 +73,7 @@ from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import (
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Resilience
 from vllm.v1.kv_offload.tiering.kvcr.transfers.backoff import Backoff
 from vllm.v1.kv_offload.tiering.kvcr.transfers.checksums import BlockSums
+from vllm.v1.kv_offload.tiering.kvcr.transfers.residency import Residency
 from vllm.v1.kv_offload.tiering.kvcr.transfers.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -164,7 +166,20 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._resilience = Resilience(self._health, self._pins, config.serves_peers)
         self._shut_down = False
         self._usable = True
-        publishes = config.owns_inventory and events.enable_kv_cache_events
+        sinks: list[Sink] = []
+        if config.owns_inventory and events.enable_kv_cache_events:
+            sinks.append(self._inventory.report)
+        disk: DiskWatch | None = None
+        residency: Residency | None = None
+        if config.g3 is not None:
+            disk = DiskWatch(self._health, self._losses, config.g3.paths)
+            sinks.append(disk.report)
+            if config.verify_blocks:
+                residency = Residency()
+                sinks.append(residency.report)
+            assert policy is not None
+            ingested = None if residency is None else residency.ingested
+            observe(policy, ingested, disk.placement_failed)
 
         slots, option = setup.pool_slots(config, primary)
         self._pool: PoolMemory | None = None
@@ -186,7 +201,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 cancel_pin_request=self._pins.cancel_pin_request,
                 framework_control=channel,
                 key_adapter=codec,
-                inventory_sink=self._inventory.report if publishes else None,
+                inventory_sink=sink_of(sinks),
                 stats_factory=KvcrStats if config.enable_telemetry else None,
                 policy=policy,
                 on_resilience_event=self._resilience.report,
@@ -223,10 +238,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         )
         self._hinted = self._hints.requests
         sums: BlockSums | None = None
-        if config.g3 is not None and config.verify_blocks:
-            known = 2 * (slots + setup.g3_slots(config, primary))
-            rows = np.asarray(primary_kv_view)
-            sums = BlockSums(rows, known, strict=guard is None)
+        if residency is not None:
+            sums = BlockSums(np.asarray(primary_kv_view), residency)
         self._transfers = Transfers(
             self._kvcr,
             block_refs,
@@ -243,6 +256,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             block_bytes=primary.row_bytes if config.enable_telemetry else None,
         )
         self._resilience.transfers = self._transfers
+        if disk is not None:
+            disk.stores_time_out = self._transfers.stores_time_out
         self._closer = Closer(self._kvcr)
         self._query: Any = self._kvcr.query
         self._align = getattr(self._kvcr, "align_sequence", None)

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """KVCR's inventory as vLLM's KV events."""
 
+from collections.abc import Callable, Sequence
+
 from kvcr.types import InventoryEvent
 
 from vllm.v1.kv_offload.base import Locality, OffloadingEvent
@@ -9,6 +11,20 @@ from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import MEDIA
 from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
 
 OWNERSHIP = "kvcr"
+
+Sink = Callable[[InventoryEvent], None]
+
+
+def sink_of(sinks: Sequence[Sink]) -> Sink | None:
+    """One inventory sink in front of several."""
+    if len(sinks) < 2:
+        return sinks[0] if sinks else None
+
+    def report(event: InventoryEvent) -> None:
+        for sink in sinks:
+            sink(event)
+
+    return report
 
 
 class Inventory:

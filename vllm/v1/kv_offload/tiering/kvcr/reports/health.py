@@ -44,6 +44,11 @@ class Reason(Enum):
             "from KVCR's pool cannot tell: check the disk and restart this engine"
         ),
     )
+    DISK_FAILING = (
+        "disk_failing",
+        "blocks that leave KVCR's pool are lost instead of being kept in a file: check "
+        "the disk, and restart this engine if a file was moved or replaced",
+    )
     BACKEND_FAILED = (
         "backend_failed",
         "blocks are recomputed from here on; restart this engine to use KVCR again",

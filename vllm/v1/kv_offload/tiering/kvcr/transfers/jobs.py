@@ -59,6 +59,8 @@ class Operation:
     uncertain: bool = False
     unchecked: bool = False
     """A store whose checksums are still being taken."""
+    sums: Any = None
+    """What ``BlockSums`` wants back when the operation is over."""
 
     def settle(self, keys: Mapping[Any, Any]) -> Collection[Any]:
         """Note that ``keys`` have an outcome; those that had none before."""

@@ -17,6 +17,7 @@ Completions that are unknown, repeated or too large are ignored. Everything runs
 thread that drives the tier.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -116,6 +117,7 @@ class Transfers:
         self._store_window = limits.store_window
         if has_files:
             self._store_window = min(limits.store_window, _FIRST_FILED_STORES)
+        self._store_timed_out_at = -math.inf
         self._results: list[JobResult] = []
         self.corrupt = 0
         """Blocks found damaged; for the owner to read and reset."""
@@ -130,6 +132,14 @@ class Transfers:
     @property
     def has_results(self) -> bool:
         return bool(self._results)
+
+    def stores_time_out(self) -> bool:
+        """Whether a store's deadline has passed, now or not long ago."""
+        late = time.monotonic() - self._limits.operation_timeout_s
+        return self._store_timed_out_at > late or any(
+            not operation.job.is_load and operation.started_at <= late
+            for operation in self._operations.values()
+        )
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._submit(job_metadata, self._loads, is_load=True)
@@ -187,8 +197,8 @@ class Transfers:
     def pump(self) -> None:
         """Start what the windows have room for: loads first."""
         if self._sums is not None:
-            for operation, wrong in self._sums.take_done():
-                self._checked(operation, wrong)
+            for checked in self._sums.take_done():
+                self._checked(*checked)
         if self.landings is not None:
             self.landings.pump()
         if not self._loads and not self._stores:
@@ -300,7 +310,7 @@ class Transfers:
         self._storing += len(blocks)
         if self._sums is not None:
             operation.unchecked = True
-            self._sums.record(operation, chunks_of(job, blocks))
+            operation.sums = self._sums.record(operation, chunks_of(job, blocks))
         try:
             handle = self._kvcr.deposit(blocks)
         except Exception as error:
@@ -388,6 +398,8 @@ class Transfers:
         operation = self._open(job, blocks, claims, from_peer)
         if claims is None:
             self._loading += len(blocks)
+        if self._sums is not None:
+            operation.sums = self._sums.expect(blocks)
         try:
             handle = self._kvcr.deliver(blocks, request_id=request_id)
         except Exception as error:
@@ -411,6 +423,9 @@ class Transfers:
         if not job.is_load:
             job.failed = {*job.failed, *failed}
             self._losses.add(Lost.STORE_FAILED, len(failed))
+            now = time.monotonic()
+            if now - operation.started_at >= self._limits.operation_timeout_s:
+                self._store_timed_out_at = now
             self._store_window = max(1, self._store_window // 2)
             return
         endpoint = self._hints.endpoint(job.request_id)
@@ -438,12 +453,11 @@ class Transfers:
         if self._sums is None:
             self.part_closed(job)
         elif not job.is_load:
+            self._sums.stored(operation.sums)
             self._close_store(operation)
         else:
             arrived = [k for k in operation.blocks if k not in job.failed]
-            self._sums.verify(
-                operation, chunks_of(job, arrived), adopt=operation.from_peer
-            )
+            self._sums.verify(operation, operation.sums, chunks_of(job, arrived))
 
     def _close_store(self, operation: Operation) -> None:
         """Called twice for a store with checksums; the second call ends it."""
@@ -452,13 +466,17 @@ class Transfers:
         else:
             self.part_closed(operation.job)
 
-    def _checked(self, operation: Operation, wrong: list[bytes]) -> None:
+    def _checked(
+        self, operation: Operation, corrupt: list[bytes], unverified: list[bytes]
+    ) -> None:
         if not operation.job.is_load:
             self._close_store(operation)
             return
-        if wrong:
-            self.corrupt += len(wrong)
-            self.not_landed(operation.job, wrong, Lost.CORRUPT, False)
+        if corrupt:
+            self.corrupt += len(corrupt)
+            self.not_landed(operation.job, corrupt, Lost.CORRUPT, False)
+        if unverified:
+            self.not_landed(operation.job, unverified, Lost.UNVERIFIED, False)
         self.part_closed(operation.job)
 
     # --- results ---------------------------------------------------------------------
