@@ -22,6 +22,7 @@ from kvcr import (
     TRANSFER_BYTES_METRIC,
 )
 from kvcr.types import (
+    BlockKey,
     BlockMeta,
     CacheTier,
     InventoryEvent,
@@ -158,6 +159,14 @@ class KvcrStandin:
         for operation in self.operations.values():
             self.complete(operation.handle, dict.fromkeys(operation.blocks, status))
 
+    def publish(
+        self, key: bytes, tier: CacheTier = CacheTier.LOCAL_G2, *, removed: bool = False
+    ) -> None:
+        """Report that a block came, or went, where somebody listens."""
+        if self.bindings.inventory_sink is not None:
+            event = InventoryEvent((BlockKey(key),), tier, removed)
+            self.bindings.inventory_sink(event)
+
     def want(self, *keys: bytes) -> None:
         """Have a peer ask for blocks of the primary tier, at the next poll."""
         self._wanted.append(keys)
@@ -291,9 +300,9 @@ class KeepingStandin(KvcrStandin):
         if key not in self._pool:
             while len(self._pool) >= self._slots:
                 evicted, _ = self._pool.popitem(last=False)
-                self._publish(evicted, removed=True)
+                self.publish(evicted, removed=True)
             self._pool[key] = self._rows[repr(refs)].tobytes()
-            self._publish(key, removed=False)
+            self.publish(key)
             self._moved["fill"] = self._moved.get("fill", 0) + 1
         return SUCCESS
 
@@ -303,11 +312,6 @@ class KeepingStandin(KvcrStandin):
         self._rows[repr(refs)][:] = np.frombuffer(self._pool[key], np.uint8)
         self._moved["deliver"] = self._moved.get("deliver", 0) + 1
         return SUCCESS
-
-    def _publish(self, key: bytes, *, removed: bool) -> None:
-        if self.bindings.inventory_sink is not None:
-            event = InventoryEvent((key,), CacheTier.LOCAL_G2, removed)  # type: ignore[arg-type]
-            self.bindings.inventory_sink(event)
 
 
 class ChannelStandin:

@@ -166,6 +166,7 @@ def test_bytes_that_are_not_what_was_stored_do_not_count() -> None:
     rig = file_rig(verify_blocks=True)
     rig.fill([0])
     job = rig.store([key(1)], [0])
+    rig.kvcr.publish(key(1))
     rig.kvcr.complete_all()
     assert rig.result_of(job).success
     rig.kvcr.statuses[key(1)] = HIT

@@ -8,9 +8,11 @@ Fails on a kvcr that says something new, before an engine meets it.
 import importlib
 import inspect
 import pkgutil
+import re
 
 import kvcr
 import pytest
+from kvcr import local_disk
 from kvcr.types import CacheTier, OpEntryStatus, QueryStatus
 
 from vllm.v1.kv_offload.base import LookupResult, Medium
@@ -20,6 +22,7 @@ from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import (
     FAULTS,
     LOOKUPS,
     MEDIA,
+    WRITE_FAILURES,
     Entry,
     Fault,
     fault_of,
@@ -112,3 +115,10 @@ def test_the_rows_say_what_was_agreed() -> None:
 )
 def test_the_most_specific_row_counts(error: BaseException, fault: Fault) -> None:
     assert fault_of(error) is fault
+
+
+def test_the_reasons_for_a_failed_placement_are_those_that_are_told_apart() -> None:
+    source = inspect.getsource(local_disk)
+    reasons = set(re.findall(r'_recover_store_failure\(key, "([^"]+)"\)', source))
+    others = {"G3 destination unavailable", "store failed to start"}
+    assert reasons == WRITE_FAILURES | others

@@ -47,6 +47,7 @@ from vllm.v1.kv_offload.tiering.kvcr.backend import setup
 from vllm.v1.kv_offload.tiering.kvcr.backend.policy import (
     choose_policy,
     follows_order,
+    observe,
 )
 from vllm.v1.kv_offload.tiering.kvcr.backend.start import Backend, Natives
 from vllm.v1.kv_offload.tiering.kvcr.compat.environment import check_environment
@@ -57,7 +58,8 @@ from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace, make_namespace
 from vllm.v1.kv_offload.tiering.kvcr.peers.hints import Hints, own_endpoints
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES, Liveness, Standing
 from vllm.v1.kv_offload.tiering.kvcr.peers.pins import Pins
-from vllm.v1.kv_offload.tiering.kvcr.reports.events import Inventory
+from vllm.v1.kv_offload.tiering.kvcr.reports.disk import DiskWatch
+from vllm.v1.kv_offload.tiering.kvcr.reports.events import Inventory, Sink, sink_of
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health, Reason
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import (
     KvcrStats,
@@ -70,6 +72,7 @@ from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 from vllm.v1.kv_offload.tiering.kvcr.transfers.backoff import Backoff
 from vllm.v1.kv_offload.tiering.kvcr.transfers.checksums import BlockSums
 from vllm.v1.kv_offload.tiering.kvcr.transfers.recency import Recency
+from vllm.v1.kv_offload.tiering.kvcr.transfers.residency import Residency
 from vllm.v1.kv_offload.tiering.kvcr.transfers.staging import Staging
 from vllm.v1.kv_offload.tiering.kvcr.transfers.transfers import Transfers
 
@@ -149,11 +152,24 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._losses = Losses()
         self._quarantine = Quarantine(self._health, config.serves_peers)
         publishes = config.owns_inventory and events.enable_kv_cache_events
-        self._inventory = Inventory(codec, self.locality, publishes=publishes)
+        self._inventory = Inventory(codec, self.locality)
         self._pins = self._make_pins(codec, namespace, block_refs, agent)
-        watches = publishes or config.g3 is not None
         guard = setup.guard_config(config, local_rank, namespace)
         policy = choose_policy(config.policy, has_files=config.g3 is not None)
+        self._backoff = Backoff(len(namespace.prefix))
+        sinks: list[Sink] = [self._inventory.report] if publishes else []
+        disk: DiskWatch | None = None
+        residency: Residency | None = None
+        if config.g3 is not None:
+            disk = DiskWatch(self._health, self._losses, config.g3.paths)
+            sinks += [disk.report, self._backoff.report]
+            if config.verify_blocks:
+                residency = Residency()
+                sinks.append(residency.report)
+            assert policy is not None
+            ingested = None if residency is None else residency.ingested
+            observe(policy, ingested, disk.placement_failed)
+        self._disk = disk
         self._backend = Backend.start(
             Natives(KVCR, ZmqPeerControlChannel, mmap.mmap, _RETAINED_NATIVE_BUFFERS),
             config,
@@ -169,7 +185,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 "release_pin": self._pins.release_pin,
                 "cancel_pin_request": self._pins.cancel_pin_request,
                 "key_adapter": codec,
-                "inventory_sink": self._inventory.report if watches else None,
+                "inventory_sink": sink_of(sinks),
                 "stats_factory": KvcrStats if config.enable_telemetry else None,
                 "policy": policy,
                 "on_resilience_event": self._quarantine.report,
@@ -183,7 +199,6 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         # Counted here and not in ``Losses``: a miss is as frequent as a lookup.
         self._missed = self._missed_hinted = 0
         self._liveness = Liveness()
-        self._backoff = Backoff()
         endpoints = None
         if port is not None:
             advertised = setup.advertise_host(config)
@@ -206,16 +221,13 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             limits=limits,
             liveness=self._liveness,
             quarantine=self._quarantine,
-            inventory=self._inventory,
             health=self._health,
             hinted=self._hinted,
-            files=setup.files_of(config),
+            disk=disk,
         )
         sums: BlockSums | None = None
-        if config.g3 is not None and config.verify_blocks:
-            known = 2 * (self._backend.slots + setup.g3_slots(config, primary))
-            rows = np.asarray(primary_kv_view)
-            sums = BlockSums(rows, known, strict=guard is None)
+        if residency is not None:
+            sums = BlockSums(np.asarray(primary_kv_view), residency)
         self._transfers = Transfers(
             kvcr,
             prefix=namespace.prefix,
@@ -460,6 +472,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 self._fail(error)
         if not self._usable:
             return
+        if self._disk is not None and self._disk.unjudged:
+            self._disk.judge(stores_time_out=self._transfers.stores_time_out())
         try:
             self._transfers.pump()
         except Exception as error:

@@ -12,6 +12,10 @@ import pytest
 
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import (
+    make_unreadable,
+    make_usable,
+)
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
     free_port,
@@ -132,23 +136,6 @@ def cut(path: Path) -> None:
     os.truncate(path, 0)
 
 
-def make_unreadable(path: Path) -> None:
-    """Have this process's own descriptors of the file refuse to read."""
-    _reopen(path, os.O_WRONLY)
-
-
-def make_readable(path: Path) -> None:
-    _reopen(path, os.O_RDWR)
-
-
-def _reopen(path: Path, mode: int) -> None:
-    for entry in Path("/proc/self/fd").iterdir():
-        if entry.is_symlink() and os.readlink(entry) == str(path):
-            other = os.open(path, mode | os.O_DIRECT | os.O_CLOEXEC)
-            os.dup2(other, int(entry.name), inheritable=False)
-            os.close(other)
-
-
 @pytest.mark.parametrize("spoil", [cut, make_unreadable])
 def test_a_spoilt_file_costs_a_request_one_failed_load(
     managed: Any, tmp_path: Path, spoil: Callable[[Path], None]
@@ -200,7 +187,7 @@ def test_the_pause_grows_and_a_success_ends_it(engines: Any, tmp_path: Path) -> 
     assert second > 1.5 * first
     assert engine.probe.lost()["load_failed"] == 2
 
-    make_readable(tmp_path / "g3")
+    make_usable(tmp_path / "g3")
     job = engine.load([key], [0], request("third"))
     engine.finish(job)
     assert job.arrived == [key]

@@ -3,6 +3,7 @@
 """From a policy's name to the object that decides KVCR's placement and eviction."""
 
 import importlib
+from collections.abc import Callable
 
 from kvcr.policy import (
     FIFOPolicy,
@@ -11,7 +12,7 @@ from kvcr.policy import (
     KVCachePolicy,
     LRUPolicy,
 )
-from kvcr.types import BlockMeta, CacheTier
+from kvcr.types import BlockMeta, CacheTier, PlacementDecision, PlacementFailure
 
 BUILT_IN: dict[str, type[KVCachePolicy]] = {
     "fifo": FIFOPolicy,
@@ -53,6 +54,34 @@ def choose_policy(name: str | None, *, has_files: bool) -> KVCachePolicy | None:
 def follows_order(policy: KVCachePolicy | None) -> bool:
     """Whether it matters to a policy in which order vLLM uses blocks."""
     return type(policy) not in (FIFOPolicy, G3FIFOPolicy)
+
+
+def observe(
+    policy: KVCachePolicy,
+    ingested: Callable[[BlockMeta, CacheTier], None] | None,
+    failed: Callable[[PlacementFailure], None],
+) -> None:
+    """Have ``policy``'s hooks tell what KVCR tells nobody but its policy.
+
+    Args:
+        ingested: Told of each block whose first copy comes into KVCR, and from where.
+        failed: Told of each block that the policy sent to a file in vain.
+    """
+    on_ingest, decide_recovery = policy.on_ingest, policy.decide_recovery
+
+    def tell_ingested(meta: BlockMeta, source: CacheTier) -> None:
+        assert ingested is not None
+        ingested(meta, source)
+        on_ingest(meta, source)
+
+    def tell_failed(meta: BlockMeta, failure: PlacementFailure) -> PlacementDecision:
+        failed(failure)
+        return decide_recovery(meta, failure)
+
+    # On the object, so that it stays of its class, with hooks that a later kvcr adds.
+    if ingested is not None:
+        policy.on_ingest = tell_ingested  # type: ignore[method-assign]
+    policy.decide_recovery = tell_failed  # type: ignore[method-assign]
 
 
 def make_policy(name: str) -> KVCachePolicy:

@@ -105,11 +105,6 @@ def warnings(config: TierConfig, events: Any) -> list[str]:
     return said
 
 
-def files_of(config: TierConfig) -> str:
-    """How messages name the files."""
-    return "" if config.g3 is None else ", ".join(map(str, config.g3.paths))
-
-
 def advertise_host(config: TierConfig) -> str:
     return config.control_advertise_host or socket.gethostname()
 
@@ -274,10 +269,3 @@ def _g3_options(g3: G3Config, primary: Primary) -> G3Options:
         backend_options=g3.backend_options,
     )
     return options if g3.backend is None else replace(options, backend=g3.backend)
-
-
-def g3_slots(config: TierConfig, primary: Primary) -> int:
-    if config.g3 is None:
-        return 0
-    per_file = config.g3.capacity_bytes_per_file // primary.row_bytes
-    return per_file * len(config.g3.paths)

@@ -87,6 +87,10 @@ MEDIA: dict[CacheTier, Medium | None] = {
     CacheTier.REMOTE_G2: None,
 }
 
+WRITE_FAILURES = frozenset({"transfer failed"})
+"""``PlacementFailure.reason`` where a write to a file failed. KVCR's others mean that
+every slot of the files is in use, or that it is being closed."""
+
 
 def fault_of(error: BaseException) -> Fault:
     """The most specific row for ``error``; anything unknown is ``BACKEND``."""

@@ -2,7 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """KVCR's inventory as vLLM's KV events."""
 
-from kvcr.types import CacheTier, InventoryEvent
+from collections.abc import Callable, Sequence
+
+from kvcr.types import InventoryEvent
 
 from vllm.v1.kv_offload.base import Locality, OffloadingEvent
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import MEDIA
@@ -10,22 +12,28 @@ from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
 
 OWNERSHIP = "kvcr"
 
+Sink = Callable[[InventoryEvent], None]
+
+
+def sink_of(sinks: Sequence[Sink]) -> Sink | None:
+    """One inventory sink in front of several."""
+    if len(sinks) < 2:
+        return sinks[0] if sinks else None
+
+    def report(event: InventoryEvent) -> None:
+        for sink in sinks:
+            sink(event)
+
+    return report
+
 
 class Inventory:
     """Collects what KVCR reports until vLLM takes it.
 
     KVCR reports on the thread that calls into it, so this needs no lock.
-
-    Args:
-        publishes: Whether vLLM wants events at all.
     """
 
-    def __init__(
-        self, codec: KeyCodec, locality: Locality | None, *, publishes: bool
-    ) -> None:
-        self._publishes = publishes
-        self.file_events = 0
-        """Grows whenever a block enters or leaves a file."""
+    def __init__(self, codec: KeyCodec, locality: Locality | None) -> None:
         self._codec = codec
         self._locality = locality
         self._events: list[OffloadingEvent] = []
@@ -36,10 +44,8 @@ class Inventory:
 
     def report(self, event: InventoryEvent) -> None:
         """KVCR's inventory sink."""
-        if event.tier is CacheTier.G3:
-            self.file_events += 1
         medium = MEDIA[event.tier]
-        if medium is None or not self._publishes:
+        if medium is None:
             return
         keys = [self._codec.offload_key(key) for key in event.keys]
         self._events.append(

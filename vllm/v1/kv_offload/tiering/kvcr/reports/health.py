@@ -48,6 +48,11 @@ class Reason(Enum):
         "blocks on file are recomputed meanwhile, and the files are tried again after "
         "a pause; check their disk, or raise operation_timeout_ms if it is only slow",
     )
+    DISK_FAILING = (
+        "disk_failing",
+        "blocks that leave KVCR's pool are lost instead of being kept in a file: check "
+        "the disk, and restart this engine if a file was moved or replaced",
+    )
     BACKEND_FAILED = (
         "backend_failed",
         "blocks are recomputed from here on; restart this engine to use KVCR again",

@@ -103,6 +103,12 @@ class Lost(Enum):
         "blocks did not hold what was stored and were recomputed; check the g3 files' "
         "disk and that no other process writes to them",
     )
+    UNVERIFIED = (
+        "unverified",
+        "blocks of a peer went to a g3 file before their checksum was known, so that "
+        "nobody could tell whether they are right, and were recomputed",
+    )
+    DISK_FAILED = ("disk_failed", "")
     STORE_FAILED = (
         "store_failed",
         "blocks could not be stored in operation_timeout_ms or found no room; raise "

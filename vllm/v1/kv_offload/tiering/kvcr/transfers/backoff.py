@@ -11,6 +11,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 
+from kvcr.types import CacheTier, InventoryEvent
+
 from vllm.v1.kv_offload.base import OffloadKey
 
 FIRST_DELAY_S = 1.0
@@ -19,9 +21,16 @@ _MAX_KEYS = 1 << 16
 
 
 class Backoff:
-    """Failed blocks: a miss for the request that failed, and for all for a while."""
+    """Failed blocks: a miss for the request that failed, and for all for a while.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        prefix_bytes: Length of what a block key has before the offload key.
+    """
+
+    def __init__(
+        self, prefix_bytes: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._prefix_bytes = prefix_bytes
         self._clock = clock
         # Only requests that are under way: a load can fail after its request ended.
         self._by_request: dict[str, set[OffloadKey] | None] = {}
@@ -74,6 +83,17 @@ class Backoff:
             for key in keys:
                 self._by_key.pop(key, None)
             self._settle()
+
+    def report(self, event: InventoryEvent) -> None:
+        """KVCR's inventory sink: a store makes a block whole.
+
+        A block that no lookup finds enters the pool by a store alone.
+        """
+        if not self._by_key or event.removed or event.tier is not CacheTier.LOCAL_G2:
+            return
+        now, skip = self._clock(), self._prefix_bytes
+        keys = [OffloadKey(key[skip:]) for key in event.keys]
+        self.forget([k for k in keys if now < self._by_key.get(k, (0, 0.0))[1]])
 
     def finish(self, request_id: str) -> None:
         """Forget a request."""

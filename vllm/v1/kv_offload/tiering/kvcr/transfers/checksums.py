@@ -6,102 +6,159 @@ With files, what KVCR hands back need not be what it was given: another process 
 write to a file, a disk may lie, and a read that missed its deadline may complete into
 memory that holds another block by then. A 64-bit checksum of each block, taken while
 its slot is pinned for the store and compared while its slot is reserved for the load,
-turns each of these into a miss. All work is done on one thread beside the engine's.
+turns each of these into a miss.
+
+A peer's block is taken as it comes: its checksum is that of its first load out of the
+pool. If it went to a file before anybody loaded it, nobody can tell whether it is
+right; that is a miss too, and no damage.
+
+Checksums are computed on one thread beside the engine's, in the order in which they
+were asked for. Everything else runs on the engine's.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-_MAX_SUMS_PER_KEY = 4
-"""A block may be stored again with other bytes: recomputing is not always exact to
-the bit. Each of them is what was stored under that key."""
+from vllm.v1.kv_offload.tiering.kvcr.transfers.residency import (
+    RECOVERED,
+    Copy,
+    Residency,
+    Sum,
+)
+
+
+class Checked(NamedTuple):
+    """The outcome of one ``record`` or ``verify``."""
+
+    token: Any
+    corrupt: list[bytes]
+    """They are not what was stored."""
+    unverified: list[bytes]
+    """They were in a file, and nobody knows what was stored."""
+
+
+@dataclass(slots=True)
+class _Work:
+    token: Any
+    chunks: list[int]
+    sums: list[Sum] | None
+    """To be filled in; ``None``: to be compared with ``copies``."""
+    keys: list[bytes]
+    copies: list[Copy]
 
 
 class BlockSums:
-    """Checksums of stored blocks, by block key.
+    """Checksums of the blocks that KVCR holds.
 
     Args:
         rows: The primary tier, one row a chunk.
-        capacity: How many keys to remember; the oldest go first.
-        strict: Whether a block without a checksum counts as wrong. Off where blocks
-            can outlive this process, which then cannot know them.
+        residency: What KVCR holds.
     """
 
-    def __init__(self, rows: np.ndarray, capacity: int, strict: bool) -> None:
+    def __init__(self, rows: np.ndarray, residency: Residency) -> None:
         self._rows: np.ndarray | None = rows
-        self._capacity = capacity
-        self._strict = strict
-        self._sums: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
-        self._done: deque[tuple[Any, list[bytes]]] = deque()
+        self._residency = residency
+        self._done: deque[tuple[_Work, list[int] | None]] = deque()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvcr-verify")
 
-    def record(self, token: object, blocks: list[tuple[bytes, int]]) -> None:
-        """Take the checksums of ``(block key, chunk)`` pairs; then ``token`` is done.
+    def record(
+        self, token: object, blocks: list[tuple[bytes, int]]
+    ) -> dict[bytes, Sum]:
+        """Take the checksums of ``(block key, chunk)`` pairs that KVCR is about to be
+        given; then ``token`` is done.
 
-        The chunks must stay unchanged until then.
+        The chunks must stay unchanged until then. Returns what ``stored`` is to be
+        told.
         """
-        self._worker.submit(self._run, self._record_all, token, blocks)
+        sums = self._residency.storing([key for key, _ in blocks])
+        if len(sums) < len(blocks):
+            blocks = [block for block in blocks if block[0] in sums]
+        chunks = [chunk for _, chunk in blocks]
+        self._start(_Work(token, chunks, list(sums.values()), [], []))
+        return sums
+
+    def stored(self, sums: dict[bytes, Sum]) -> None:
+        """KVCR is done with what it was given."""
+        self._residency.stored(sums)
+
+    def expect(self, keys: Iterable[bytes]) -> dict[bytes, Copy]:
+        """What KVCR is about to deliver: for ``verify``, when it has.
+
+        To be asked before: by the time a block has arrived, KVCR may have evicted it.
+        """
+        return self._residency.copies(keys)
 
     def verify(
-        self, token: object, blocks: list[tuple[bytes, int]], *, adopt: bool
+        self,
+        token: object,
+        expected: dict[bytes, Copy],
+        blocks: list[tuple[bytes, int]],
     ) -> None:
-        """Compare the same way; then ``token`` is done, with the keys that differ.
+        """Compare the blocks that arrived; then ``token`` is done."""
+        blocks = [block for block in blocks if block[0] in expected]
+        keys = [key for key, _ in blocks]
+        chunks = [chunk for _, chunk in blocks]
+        copies = [expected[key] for key in keys]
+        self._start(_Work(token, chunks, None, keys, copies))
 
-        Args:
-            adopt: Take the checksum of a block that has none: it comes from a peer.
-        """
-        self._worker.submit(self._run, self._verify_all, token, blocks, adopt)
-
-    def take_done(self) -> list[tuple[Any, list[bytes]]]:
-        """Tokens whose work is done, with the block keys found wrong."""
-        done = []
+    def take_done(self) -> list[Checked]:
+        """What was done since the last call."""
+        outcomes = []
         while self._done:
-            done.append(self._done.popleft())
-        return done
+            work, found = self._done.popleft()
+            outcomes.append(_finish(work, found))
+        return outcomes
 
     def close(self) -> None:
         """Finish and let go of the primary tier's memory."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._rows = None
 
-    def _run(self, work: Any, token: object, blocks: Any, *rest: Any) -> None:
-        try:
-            wrong = work(blocks, *rest)
-        except Exception:
-            wrong = [key for key, _ in blocks]
-        self._done.append((token, wrong))
+    def _start(self, work: _Work) -> None:
+        if work.chunks:
+            self._worker.submit(self._compute, work)
+        else:
+            self._done.append((work, []))
 
-    def _record_all(self, blocks: list[tuple[bytes, int]]) -> list[bytes]:
-        for key, chunk in blocks:
-            self._remember(key, self._sum(chunk))
-        return []
-
-    def _verify_all(self, blocks: list[tuple[bytes, int]], adopt: bool) -> list[bytes]:
-        wrong = []
-        for key, chunk in blocks:
-            known = self._sums.get(key)
-            found = self._sum(chunk)
-            if known is None and adopt:
-                self._remember(key, found)
-            elif (known is None and self._strict) or (
-                known is not None and found not in known
-            ):
-                wrong.append(key)
-        return wrong
-
-    def _sum(self, chunk: int) -> int:
+    def _compute(self, work: _Work) -> None:
+        found: list[int] | None = None
         rows = self._rows
-        assert rows is not None
-        return xxhash.xxh3_64_intdigest(rows[chunk])
+        try:
+            assert rows is not None
+            found = [xxhash.xxh3_64_intdigest(rows[chunk]) for chunk in work.chunks]
+        finally:
+            self._done.append((work, found))
 
-    def _remember(self, key: bytes, value: int) -> None:
-        known = self._sums.pop(key, ())
-        if value not in known:
-            known = (*known, value)[-_MAX_SUMS_PER_KEY:]
-        self._sums[key] = known
-        while len(self._sums) > self._capacity:
-            self._sums.popitem(last=False)
+
+def _finish(work: _Work, found: list[int] | None) -> Checked:
+    outcome = Checked(work.token, [], [])
+    if found is None:
+        outcome.unverified.extend(work.keys)
+    elif work.sums is not None:
+        for each, value in zip(work.sums, found, strict=True):
+            each.value = value
+    else:
+        for key, copy, value in zip(work.keys, work.copies, found, strict=True):
+            _judge(key, copy, value, outcome)
+    return outcome
+
+
+def _judge(key: bytes, copy: Copy, value: int, outcome: Checked) -> None:
+    unknown = None
+    for known in copy.sums:
+        if known.value == value or known is RECOVERED:
+            return
+        if known.value is None:
+            unknown = known
+    if unknown is None:
+        outcome.corrupt.append(key)
+    elif copy.from_file:
+        outcome.unverified.append(key)
+    else:
+        unknown.value = value

@@ -10,6 +10,7 @@ from kvcr.types import ReleaseHandle
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobId
 from vllm.v1.kv_offload.tiering.kvcr.compat.shims import BlockRefs
+from vllm.v1.kv_offload.tiering.kvcr.transfers.residency import Copy, Sum
 
 Blocks = dict[bytes, BlockRefs]
 """Block key -> where the block lies, or will lie, in the primary tier."""
@@ -80,6 +81,10 @@ class Operation:
     done: bool = False
     unchecked: bool = False
     """A store whose checksums are still being taken."""
+    stored_sums: dict[bytes, Sum] | None = None
+    """For ``BlockSums.stored``, when a store is over."""
+    expected_copies: dict[bytes, Copy] | None = None
+    """For ``BlockSums.verify``, when a load is over."""
 
     def settle(self, keys: Mapping[bytes, object]) -> Collection[bytes]:
         """Note that ``keys`` have an outcome; return those that had none before."""

@@ -24,7 +24,7 @@ from kvcr.types import OpEntryResult, ReleaseHandle
 from vllm.v1.kv_offload.tiering.kvcr.backend.protocol import KvcrApi
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import ENTRIES, Entry
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES, Liveness, Standing
-from vllm.v1.kv_offload.tiering.kvcr.reports.events import Inventory
+from vllm.v1.kv_offload.tiering.kvcr.reports.disk import DiskWatch
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health, Reason
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Lost
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
@@ -110,8 +110,7 @@ class Staging:
     Args:
         limits: Its two windows bound the pool slots in use for files and for peers.
         hinted: The ids of the requests that have a hint, and so a way to a peer.
-        inventory: Counts what is written to files.
-        files: How messages name the files.
+        disk: Counts what moves to and from the files, where there are any.
     """
 
     def __init__(
@@ -121,9 +120,8 @@ class Staging:
         quarantine: Quarantine,
         limits: Limits,
         hinted: Container[str],
-        inventory: Inventory,
         health: Health,
-        files: str = "",
+        disk: DiskWatch | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._kvcr = kvcr
@@ -131,9 +129,8 @@ class Staging:
         self._quarantine = quarantine
         self._limits = limits
         self._hinted = hinted
-        self._inventory = inventory
         self._health = health
-        self._files = files
+        self._disk = disk
         self._clock = clock
         self._lanes: dict[str, _Lane] = {}
         self._fetches: dict[int, _Fetch] = {}
@@ -177,8 +174,8 @@ class Staging:
             return []
         outcomes: list[Outcome] = []
         now = self._clock()
-        if self._inventory.file_events != self._file_events:
-            self._file_events = self._inventory.file_events
+        if self._disk is not None and self._disk.events != self._file_events:
+            self._file_events = self._disk.events
             self._lane(FILES).moved_at = now
         if now >= self._next_check:
             self._next_check = now + self._shortest_timeout() / _CHECKS_PER_TIMEOUT
@@ -402,7 +399,8 @@ class Staging:
         self._liveness.silent(source, asked_at)
         if source is FILES and self._liveness.standing(FILES) is not Standing.USABLE:
             waited = f"{self._limits.file_timeout_s:g} s"
-            detail = f"nothing came from {self._files} for {waited}"
+            files = self._disk.files if self._disk is not None else "the g3 files"
+            detail = f"nothing came from {files} for {waited}"
             self._health.degrade(Reason.DISK_STALLED, detail)
 
     def _note_quarantine(self) -> None:

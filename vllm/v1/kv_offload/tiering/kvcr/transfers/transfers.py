@@ -49,7 +49,7 @@ _SUCCESS = OpEntryStatus.SUCCESS
 _FIRST_FILED_STORES = 8
 _SILENT_SHARE = 0.9
 """As in ``staging``, for what a peer writes straight into the primary tier."""
-_BLAMED = frozenset({Lost.LOAD_FAILED, Lost.CORRUPT})
+_BLAMED = frozenset({Lost.LOAD_FAILED, Lost.CORRUPT, Lost.UNVERIFIED})
 """Losses that are the block's own fault, unless a peer was to bring it."""
 
 
@@ -123,6 +123,14 @@ class Transfers:
     def has_results(self) -> bool:
         return bool(self._results)
 
+    def stores_time_out(self) -> bool:
+        """Whether a store's deadline has passed, now or not long ago."""
+        late = time.monotonic() - self._limits.operation_timeout_s
+        return self._store_timed_out_at > late or any(
+            not operation.job.is_load and operation.started_at <= late
+            for operation in self._operations.values()
+        )
+
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._submit(job_metadata, self._loads, is_load=True)
 
@@ -186,8 +194,8 @@ class Transfers:
     def pump(self) -> None:
         """Start what the windows have room for: loads first."""
         if self._sums is not None:
-            for operation, wrong in self._sums.take_done():
-                self._checked(operation, wrong)
+            for checked in self._sums.take_done():
+                self._checked(*checked)
         if self._uncertain:
             self._close_quiesced()
         self._apply(self._staging.pump())
@@ -287,7 +295,7 @@ class Transfers:
         self._storing += len(blocks)
         if self._sums is not None:
             operation.unchecked = True
-            self._sums.record(operation, chunks_of(job, blocks))
+            operation.stored_sums = self._sums.record(operation, chunks_of(job, blocks))
         self._operations[self._kvcr.deposit(blocks)] = operation
 
     def _start_sorted_load(self, job: Job, blocks: Blocks) -> None:
@@ -346,6 +354,8 @@ class Transfers:
         job = operation.job
         if operation.claims is None:
             self._loading += len(operation.blocks)
+        if self._sums is not None:
+            operation.expected_copies = self._sums.expect(operation.blocks)
         already = job.exposed
         job.exposed = True
         handle = self._kvcr.deliver(operation.blocks, request_id=request_id)
@@ -357,6 +367,9 @@ class Transfers:
         if not job.is_load:
             job.failed.update(failed)
             self._losses.add(Lost.STORE_FAILED, len(failed))
+            now = time.monotonic()
+            if now - operation.started_at >= self._limits.operation_timeout_s:
+                self._store_timed_out_at = now
             self._store_window = max(1, self._store_window // 2)
             return
         source = operation.source
@@ -394,11 +407,12 @@ class Transfers:
         if self._sums is None:
             self._settle(job, len(operation.blocks))
         elif not job.is_load:
+            self._sums.stored(operation.stored_sums or {})
             self._close_store(operation)
         else:
             arrived = [key for key in operation.blocks if key not in job.failed]
-            from_peer = operation.source not in (None, FILES)
-            self._sums.verify(operation, chunks_of(job, arrived), adopt=from_peer)
+            expected = operation.expected_copies or {}
+            self._sums.verify(operation, expected, chunks_of(job, arrived))
 
     def _close_store(self, operation: Operation) -> None:
         """Called twice for a store with checksums; the second call ends it."""
@@ -407,14 +421,18 @@ class Transfers:
         else:
             self._settle(operation.job, len(operation.blocks))
 
-    def _checked(self, operation: Operation, wrong: list[bytes]) -> None:
+    def _checked(
+        self, operation: Operation, corrupt: list[bytes], unverified: list[bytes]
+    ) -> None:
         job = operation.job
         if not job.is_load:
             self._close_store(operation)
             return
-        if wrong:
-            self.corrupt += len(wrong)
-            self._lost(job, wrong, Lost.CORRUPT, None)
+        if corrupt:
+            self.corrupt += len(corrupt)
+            self._lost(job, corrupt, Lost.CORRUPT, None)
+        if unverified:
+            self._lost(job, unverified, Lost.UNVERIFIED, None)
         self._settle(job, len(operation.blocks))
 
     # --- results ---------------------------------------------------------------------

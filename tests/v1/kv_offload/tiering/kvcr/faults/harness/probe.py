@@ -5,7 +5,7 @@
 import ctypes
 import time
 from collections import Counter
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -95,6 +95,40 @@ class Probe:
             for attribute, value in vars(part).items()
             if isinstance(value, Sized) and not isinstance(value, (bytes, str))
         }
+
+    @property
+    def known_blocks(self) -> int:
+        """Blocks of which the tier remembers what was stored."""
+        return len(self._tier._transfers._sums._residency)
+
+    def held_blocks(self) -> set[bytes]:
+        """Blocks that KVCR has, or is working on."""
+        skip = len(self._tier._prefix)
+        return {key[skip:] for key in self._tier._kvcr._core._block_record_map}
+
+    def only_in_files(self) -> dict[bytes, int]:
+        """Blocks that are not in the pool, by key, with their slots in the files."""
+        skip = len(self._tier._prefix)
+        records = self._tier._kvcr._core._block_record_map
+        return {
+            key[skip:]: record.g3.slot
+            for key, record in records.items()
+            if record.g3 is not None and record.local_dram is None
+        }
+
+    def watch_checks(self, judged: Callable[[list[bytes], list[bytes]], None]) -> None:
+        """Have ``judged`` told of the blocks found corrupt, and not verified."""
+        sums = self._tier._transfers._sums
+        take_done = sums.take_done
+        skip = len(self._tier._prefix)
+
+        def watched() -> Any:
+            done = take_done()
+            for _, corrupt, unverified in done:
+                judged([k[skip:] for k in corrupt], [k[skip:] for k in unverified])
+            return done
+
+        sums.take_done = watched
 
     def set_operation_timeout(self, seconds: float) -> None:
         """Change how long KVCR works on operations that begin from now on."""

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A disk that stops taking writes under a running engine, and one that is only busy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import (
+    make_unwritable,
+    make_usable,
+)
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.kvcr.reports import disk
+
+ROW = 64 << 10
+POOL = 16
+KEYS = make_keys(160)
+
+
+def start(engines: Any, paths: list[Path], slots: int, **options: Any) -> Engine:
+    g3 = {
+        "paths": paths,
+        "capacity_bytes_per_file": slots * ROW,
+        "backend": "POSIX",
+    }
+    options = {"secondary_g2_slots": POOL, "g3": g3} | options
+    engine: Engine = engines(options, rows=8, row_bytes=ROW)
+    return engine
+
+
+def store(engine: Engine, first: int, last: int) -> None:
+    for number in range(first, last, 2):
+        engine.finish(engine.store(KEYS[number : number + 2], range(2)))
+    engine.run_for(0.05)
+
+
+def test_it_is_said_once_with_the_path_and_ends_when_writing_works(
+    engines: Any, tmp_path: Path, tier_log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_QUIET_S", 0.2)
+    path = tmp_path / "g3"
+    engine = start(engines, [path], 64)
+    store(engine, 0, 32)
+    assert engine.probe.state == "healthy"
+
+    make_unwritable(path)
+    store(engine, 32, 96)
+    assert (engine.probe.state, engine.probe.reason) == ("degraded", "disk_failing")
+    lines = [text for text in tier_log.texts() if "disk" in text]
+    assert len(lines) == 1
+    assert "disk_failing" in lines[0]
+    assert str(path) in lines[0]
+    # What was neither in the pool nor in the file by then is gone, and counted.
+    context = engine.begin("lookups")
+    answers = engine.lookup_all(KEYS[:96], context)
+    engine.end(context)
+    assert engine.probe.lost()["disk_failed"] == answers.count(LookupResult.MISS) > 0
+
+    make_usable(path)
+    engine.run_for(0.3)
+    store(engine, 96, 160)
+    assert engine.probe.state == "healthy"
+    assert any("disk_failing is over" in text for text in tier_log.texts(level=20))
+    assert len([text for text in tier_log.texts() if "disk" in text]) == 1
+
+
+def test_one_of_two_files_is_enough_and_does_not_flap(
+    engines: Any, tmp_path: Path, tier_log: Any
+) -> None:
+    paths = [tmp_path / "sound", tmp_path / "failing"]
+    engine = start(engines, paths, 64)
+    make_unwritable(paths[1])
+    store(engine, 0, 160)
+    assert engine.probe.reason == "disk_failing"
+    lost = engine.probe.lost()["disk_failed"]
+    assert 0 < lost < 160 - POOL, "some were written"
+    lines = [text for text in tier_log.texts(level=20) if "disk_failing" in text]
+    assert len(lines) == 1
+    assert all(str(path) in lines[0] for path in paths)
+
+
+@pytest.mark.parametrize("policy", [None, "g3_fifo", "lru"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_full_file_is_no_failing_disk(
+    engines: Any, tmp_path: Path, tier_log: Any, policy: str | None, verify: bool
+) -> None:
+    """Evicted from the pool, from the file, or never moved there: all in order."""
+    options = {"verify_blocks": verify} | ({"policy": policy} if policy else {})
+    engine = start(engines, [tmp_path / "g3"], 8, **options)
+    for _ in range(2):
+        store(engine, 0, 160)
+        context = engine.begin("loads")
+        answers = engine.lookup_all(KEYS, context)
+        held = [k for k, a in zip(KEYS, answers, strict=True) if a is LookupResult.HIT]
+        for key in held:
+            engine.finish(engine.load([key], [4], context))
+        engine.end(context)
+    assert "disk_failed" not in engine.probe.lost()
+    assert engine.probe.state == "healthy"
+    assert not any("disk_failing" in text for text in tier_log.texts())
