@@ -27,7 +27,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help setup demo test lint bench soak matrix clean
+.PHONY: help setup setup-peers demo test lint bench soak matrix clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -35,11 +35,14 @@ help:
 setup:
 	@python=$$(scripts/find_python.sh) && "$$python" -m scripts.setup_env
 
+setup-peers:
+	@python=$$(scripts/find_python.sh) && "$$python" -m scripts.setup_env --peers
+
 demo: setup
 	@$(VENV_PYTHON) -m vllm_kvcr.demo
 
 test: export VLLM_LOGGING_LEVEL ?= WARNING
-test: setup
+test: setup-peers
 	@$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
 
 lint: setup
