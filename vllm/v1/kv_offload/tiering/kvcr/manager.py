@@ -62,8 +62,8 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import Peers
 from vllm.v1.kv_offload.tiering.kvcr.peers.pins import Pins
 from vllm.v1.kv_offload.tiering.kvcr.reports.events import Inventory
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health, Reason
+from vllm.v1.kv_offload.tiering.kvcr.reports.idle import IdleReports
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import (
-    KvcrStats,
     Losses,
     Lost,
     add_own,
@@ -157,6 +157,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._prefix = namespace.prefix
         self._health = Health()
         self._losses = Losses()
+        telemetry = config.enable_telemetry
+        self._idle_reports = IdleReports(self._losses, self._health, telemetry)
         self._inventory = Inventory(codec, self.locality)
         self._pins = self._make_pins(codec, namespace, block_refs, agent)
         # Counted here and not in ``Losses``: a miss is as frequent as a lookup.
@@ -187,7 +189,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 framework_control=channel,
                 key_adapter=codec,
                 inventory_sink=self._inventory.report if publishes else None,
-                stats_factory=KvcrStats if config.enable_telemetry else None,
+                stats_factory=self._idle_reports.new_stats if telemetry else None,
                 policy=policy,
                 on_resilience_event=self._resilience.report,
             )
@@ -315,6 +317,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._poll()
+        self._idle_reports.poll()
         results = self._transfers.take_results()
         if self._pins.has_results:
             results = [*results, *self._pins.take_results()]
@@ -326,6 +329,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             or self._transfers.has_results
             or self._pins.pending
             or self._inventory.pending
+            or self._idle_reports.due
             or (self._steps_for_peers and self._usable)
         )
 
@@ -347,6 +351,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._losses.log()
+        self._idle_reports.step()
 
     # --- reports ---------------------------------------------------------------------
 
