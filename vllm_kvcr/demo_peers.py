@@ -75,6 +75,7 @@ def table(result: PeersResult) -> Table:
     moved = result.moved
     shown_table.add_row("Bytes that A wrote", "", f"{moved.bytes_written:,}", "")
     shown_table.add_row("Bytes that B got", "", f"{moved.bytes_delivered:,}", "")
+    shown_table.add_row("A's wake-ups, idle", "", f"{result.idle_wakeups:,}", "")
     return shown_table
 
 

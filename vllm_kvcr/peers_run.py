@@ -24,9 +24,10 @@ EVENTS_SECONDS = 15.0
 INTRODUCTION_SECONDS = 6.0
 # From A's side of a pull until its metrics show it; it sleeps meanwhile.
 METRICS_SECONDS = 10.0
-# What B may take for a prompt whose peer is gone: it gives the pull up after one
-# pull_timeout_ms and computes.
-DEAD_PEER_SECONDS = 10.0
+IDLE_SECONDS = 3.0
+# What B may take for a prompt whose peer is gone, on top of twice what A took to
+# compute it: it gives the pull up after one pull_timeout_ms, and computes.
+DEAD_PEER_SECONDS = 5.0
 
 BYTES = "vllm:kvcr_transfer_bytes_total"
 BLOCKS = "vllm:kvcr_transfer_blocks_total"
@@ -74,6 +75,7 @@ class PeersResult:
     served: Answer
     after_kill: Answer
     moved: Moved
+    idle_wakeups: int
 
     @property
     def at_target(self) -> tuple[Answer, ...]:
@@ -117,7 +119,12 @@ class PeersResult:
                 f"{chunks} chunks are {size} bytes; A wrote {moved.bytes_written}, and "
                 f"B got {moved.bytes_delivered}, by their metrics"
             )
-        if self.after_kill.seconds > DEAD_PEER_SECONDS:
+        if self.idle_wakeups > 100 * IDLE_SECONDS:
+            faults.append(
+                f"A's engine core woke up {self.idle_wakeups} times in "
+                f"{IDLE_SECONDS:.0f} s with nothing to do; it sleeps from vLLM 0.33 on"
+            )
+        if self.after_kill.seconds > DEAD_PEER_SECONDS + 2 * self.at_source[-1].seconds:
             faults.append(
                 f"B took {self.after_kill.seconds:.1f} s for a prompt whose peer was "
                 "gone"
@@ -166,12 +173,16 @@ def run(
         served = ask(second)
         tell("reading both metrics")
         moved = _wait_until_agreed(a, b, before)
+        tell("both do nothing")
+        idle_wakeups = a.engine_wakeups()
+        time.sleep(IDLE_SECONDS)
+        idle_wakeups = a.engine_wakeups() - idle_wakeups
         hint = hint_at(a, index, third, workload)
         tell("A is killed, B answers without it")
         a.kill()
         after_kill = b.complete(third, workload.output_tokens, hint)
         tell("stopping vLLM")
-    return PeersResult(at_source, introduced, served, after_kill, moved)
+    return PeersResult(at_source, introduced, served, after_kill, moved, idle_wakeups)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ def end(leader: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + STOP_SECONDS
     with suppress(ProcessLookupError):
         os.killpg(leader.pid, signal.SIGTERM)
-        while _is_running(leader.pid) and time.monotonic() < deadline:
+        while members(leader.pid) and time.monotonic() < deadline:
             leader.poll()
             time.sleep(0.05)
     kill(leader)
@@ -32,11 +32,12 @@ def kill(leader: subprocess.Popen[bytes]) -> None:
     leader.wait()
 
 
-def _is_running(group: int) -> bool:
-    """Whether a process of the group still runs; a zombie does not."""
+def members(group: int) -> list[Path]:
+    """The folders in /proc of the processes of the group that run; no zombies."""
+    found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
             if int(its_group) == group and state != "Z":
-                return True
-    return False
+                found.append(stat.parent)
+    return found

@@ -218,6 +218,14 @@ class Server:
         except httpx.HTTPError as error:
             raise self._failure(f"shows no metrics: {error!r}") from error
 
+    def engine_wakeups(self) -> int:
+        """How often the thread that steps the engine has gone to sleep so far."""
+        for process in process_group.members(self.pid):
+            if (process / "comm").read_text().startswith("VLLM::EngineCor"):
+                status = (process / "status").read_text()
+                return int(status.split("voluntary_ctxt_switches:")[1].split()[0])
+        raise self._failure("has no engine core")
+
     def _failure(self, what: str) -> ServerFailed:
         return ServerFailed(
             f"server {self.name} {what}; its log ends with\n{log_tail(self.log)}"
