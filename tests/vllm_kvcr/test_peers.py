@@ -21,6 +21,7 @@ SHORT = Workload(prompts=3, chunks_per_prompt=4)
 PATIENT = {"pull_timeout_ms": 10_000, "operation_timeout_ms": 12_000}
 
 
+@pytest.mark.timeout(600)  # where much else runs
 def test_b_is_served_by_a_and_lives_on_without_it(tmp_path: Path) -> None:
     """The demo on shorter prompts: HTTP, KV events, real KVCR over real NIXL.
 

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Wakes a sleeping engine core.
 
-Serves vLLM from 0.33 on, which polls tiers while the engine core sleeps and gives them
-no way to ask for a step. Can go once it does.
+Serves vLLM where a thread polls tiers while the engine core sleeps: it gives them no
+way to ask for a step. Can go once it does.
 """
 
 import sys
