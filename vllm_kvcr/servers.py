@@ -35,8 +35,8 @@ from vllm_kvcr.demo_process import ENVIRONMENT, SHARED_MEMORY, log_tail
 
 LOCALHOST = "127.0.0.1"
 MODEL_NAME = "demo"
-# Two were ready after 83 s on two cores that others used as well; and after 210 s on
-# some with five times as much to do.
+# Two were ready after 83 s on two cores that others used as well, after 230 s at a load
+# of ten.
 START_SECONDS = 400.0
 REQUEST_SECONDS = 60.0
 
