@@ -2,13 +2,15 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 #
 # Each of these sets up .venv first, where that is still to be done.
-#   make demo    a real vLLM engine on the CPU, served by the kvcr tier
-#   make test    all tests          PYTEST_ARGS="-k plugin" picks some
-#   make lint    ruff, mypy, shellcheck
-#   make bench   measurements beside other tiers       BENCH_ARGS="--quick"
-#   make soak    random faults for ten minutes         SOAK_ARGS="--seconds 60"
-#   make matrix  the tests on every pair of releases   MATRIX_ARGS="--adapter-level"
-#   make clean   removes environments and caches
+#   make demo        a real vLLM engine on the CPU, served by the kvcr tier
+#   make demo-peers  two OpenAI servers, one of which pulls from the other
+#   make test        all tests          PYTEST_ARGS="-k plugin" picks some
+#   make lint        ruff, mypy, shellcheck
+#   make bench       measurements beside other tiers     BENCH_ARGS="--quick"
+#   make fleet       two servers meet, twenty times      FLEET_ARGS="--starts 3"
+#   make soak        random faults for ten minutes       SOAK_ARGS="--seconds 60"
+#   make matrix      the tests on every pair of releases MATRIX_ARGS="--adapter-level"
+#   make clean       removes environments and caches
 # PYTHON=... names the Python (3.11 to 3.14) that .venv is made with.
 
 VENV_PYTHON := .venv/bin/python
@@ -16,6 +18,7 @@ VENV_BIN := .venv/bin
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SOAK_ARGS ?=
+FLEET_ARGS ?=
 MATRIX_ARGS ?=
 SHELL_SCRIPTS = .ci/run $(shell find scripts .buildkite -name '*.sh' 2>/dev/null)
 
@@ -27,7 +30,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help setup demo test lint bench soak matrix clean
+.PHONY: help setup setup-peers demo demo-peers test lint bench fleet soak matrix clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -35,11 +38,18 @@ help:
 setup:
 	@python=$$(scripts/find_python.sh) && "$$python" -m scripts.setup_env
 
+setup-peers:
+	@python=$$(scripts/find_python.sh) && "$$python" -m scripts.setup_env --peers
+
 demo: setup
 	@$(VENV_PYTHON) -m vllm_kvcr.demo
 
+# On the vLLM that lets an idle engine with peers sleep: two fit on two cores.
+demo-peers: setup-peers
+	@PYTHONPATH=$(CURDIR)/.venv/peers-vllm $(VENV_PYTHON) -m vllm_kvcr.demo --peers
+
 test: export VLLM_LOGGING_LEVEL ?= WARNING
-test: setup
+test: setup-peers
 	@$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
 
 lint: setup
@@ -53,6 +63,9 @@ bench: setup
 	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check \
 		-e ".[bench]" > .venv.log 2>&1 || { tail -15 .venv.log; exit 1; }
 	@$(VENV_PYTHON) -m benchmarks $(BENCH_ARGS)
+
+fleet: setup-peers
+	@$(VENV_PYTHON) -m tests.fleet.first_contact $(FLEET_ARGS)
 
 soak: export VLLM_LOGGING_LEVEL ?= WARNING
 soak: setup

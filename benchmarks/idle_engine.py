@@ -142,7 +142,8 @@ def _main(folder: Path, engine_id: str, tiers: list[dict[str, Any]]) -> None:
     end_with_parent()
 
     from vllm import LLM, SamplingParams
-    from vllm_kvcr.demo_engine import engine_arguments, write_model
+    from vllm_kvcr.demo_engine import engine_arguments
+    from vllm_kvcr.demo_model import write_model
     from vllm_kvcr.demo_plan import Job, Stage, Workload
 
     workload = Workload(prompts=1, chunks_per_prompt=4)

@@ -175,8 +175,7 @@ def _run_all(
 
 def _runs_engine(pair: Pair, options: argparse.Namespace) -> bool:
     return (
-        pair.vllm.has_engine
-        and not pair.in_tree
+        not pair.in_tree
         and not options.adapter_level
         and (pair.brings_engine or options.all_engines)
     )
@@ -238,6 +237,7 @@ def _run_bounded(
         "PYTHONHASHSEED": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_TARGET_DEVICE": "cpu",
     }
     with log.open("wb") as output:
         process = subprocess.Popen(

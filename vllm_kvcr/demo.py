@@ -9,23 +9,20 @@ zero only if tokens were served from each and every output equals the cold one.
 """
 
 import argparse
-import signal
+import json
 import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from vllm_kvcr import demo_peers
+from vllm_kvcr.demo_console import new_log, shown, termination_interrupts
 from vllm_kvcr.demo_plan import Stage, StageResult, Workload, stages
 from vllm_kvcr.demo_process import StageFailed, run_stage
-
-STARTING = "importing vLLM"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--log", type=Path, help="for vLLM's output (default: a new temporary file)"
     )
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="show two OpenAI servers instead, of which one pulls from the other; for "
+        "a machine with few cores this needs vLLM 0.33 or later",
+    )
+    parser.add_argument(
+        "--tier",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="with --peers: further options of the kvcr tier",
+    )
     options = parser.parse_args(argv)
     progress = Console(stderr=True)
     if not entry_points(group="vllm.general_plugins", name="kvcr"):
@@ -48,16 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             "vllm-kvcr is not installed in this Python, so vLLM would not find it"
         )
         return 1
-    log = options.log or _new_log()
+    log = options.log or new_log()
     log.write_bytes(b"")
     progress.print(f"vLLM's log: {log}", soft_wrap=True)
+    if options.peers:
+        return demo_peers.show(progress, log, options.folder, options.tier)
 
     workload = Workload()
     results: list[tuple[Stage, StageResult]] = []
     try:
-        with _termination_interrupts():
+        with termination_interrupts():
             for stage in stages(workload):
-                with _shown(progress, stage.title) as tell:
+                with shown(progress, stage.title) as tell:
                     result = run_stage(
                         workload, stage, log, tell=tell, folder=options.folder
                     )
@@ -143,36 +155,6 @@ def _mib(size: int) -> str:
 
 def _milliseconds(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds) * 1000:,.0f} ms"
-
-
-def _new_log() -> Path:
-    with tempfile.NamedTemporaryFile(
-        prefix="vllm-kvcr-demo-", suffix=".log", delete=False
-    ) as file:
-        return Path(file.name)
-
-
-@contextmanager
-def _termination_interrupts() -> Iterator[None]:
-    """Let SIGTERM take the way of Ctrl-C, which stops the engine."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _shown(console: Console, title: str) -> Iterator[Callable[[str], None]]:
-    """Show what goes on: one changing line on a terminal, else a line for each."""
-    started = time.monotonic()
-    if console.is_terminal:
-        with console.status(f"{title}: {STARTING}") as status:
-            yield lambda doing: status.update(f"{title}: {doing}")
-    else:
-        console.print(f"{title}: {STARTING}")
-        yield lambda doing: console.print(f"{title}: {doing}", markup=False)
-    console.print(f"{title}: done in {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

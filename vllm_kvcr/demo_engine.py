@@ -11,7 +11,6 @@ while it goes on and ``{"result": ...}`` at the end.
 
 import json
 import os
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -19,12 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.v1.metrics.reader import Counter
+from vllm_kvcr.demo_model import CHUNK_BYTES, make_prompts, write_model
 from vllm_kvcr.demo_plan import (
     BLOCKS_PER_CHUNK,
     TOKENS_PER_BLOCK,
@@ -35,14 +33,6 @@ from vllm_kvcr.demo_plan import (
     StageResult,
 )
 
-VOCABULARY = 1024
-HIDDEN_SIZE = 512
-HEAD_SIZE = 64
-LAYERS = 2
-KV_HEADS = 2
-# Keys and values, float32.
-CHUNK_BYTES = LAYERS * 2 * KV_HEADS * HEAD_SIZE * 4 * TOKENS_PER_CHUNK
-
 # vLLM's counters; KVCR's are below.
 KEPT_TOKENS = "vllm:prefix_cache_hits"
 TIER_BYTES_READ = "vllm:kv_offload_tiering_read_bytes"
@@ -51,27 +41,6 @@ STORE_SECONDS = 30.0
 STOP_SECONDS = 30.0
 
 Tell = Callable[[str], None]
-
-
-def write_model(folder: Path, max_tokens: int) -> None:
-    """Write a two-layer Llama with random weights.
-
-    vLLM's own dummy weights will not do: they are so small that all prompts have
-    the same output, and an equal output would prove nothing. These keep activations
-    near one.
-    """
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=2 * HIDDEN_SIZE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HIDDEN_SIZE // HEAD_SIZE,
-        num_key_value_heads=KV_HEADS,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=max_tokens,
-        initializer_range=HIDDEN_SIZE**-0.5,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def tier_config(job: Job) -> dict[str, Any]:
@@ -122,16 +91,6 @@ def engine_arguments(job: Job) -> dict[str, Any]:
             },
         },
     }
-
-
-def make_prompts(job: Job) -> list[list[int]]:
-    draw = random.Random(0)
-    work = job.workload
-    tail = draw.choices(range(VOCABULARY), k=work.tail_tokens)
-    length = work.prompt_tokens - work.tail_tokens
-    return [
-        draw.choices(range(VOCABULARY), k=length) + tail for _ in range(work.prompts)
-    ]
 
 
 class MeasuredEngine:
@@ -254,7 +213,7 @@ def run_stage(job: Job, tell: Tell) -> StageResult:
     tell("starting the engine")
     engine = MeasuredEngine(job)
     try:
-        prompts = make_prompts(job)
+        prompts = make_prompts(job.workload)
         engine.warm_up()
         cold = engine.run_all("cold", prompts, store=True, tell=tell)
         served = engine.run_all("again", prompts, store=False, tell=tell)

@@ -9,24 +9,22 @@ a process nor a file but its log.
 import json
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
 from pydantic import TypeAdapter
 
+from vllm_kvcr import process_group
 from vllm_kvcr.demo_plan import Job, Stage, StageResult, Workload
 
 STAGE_SECONDS = 180.0
-STOP_SECONDS = 15.0
 LOG_LINES_SHOWN = 15
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -41,6 +39,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "kvcr",
+    "VLLM_TARGET_DEVICE": "cpu",
 }
 
 
@@ -134,12 +133,12 @@ def _run(
         status = child.wait(timeout=max(1.0, deadline - time.monotonic()))
     except (TimeoutError, subprocess.TimeoutExpired) as error:
         raise StageFailed(
-            f"not finished after {seconds:.0f} s; its log ends with\n{_tail(log)}"
+            f"not finished after {seconds:.0f} s; its log ends with\n{log_tail(log)}"
         ) from error
     finally:
-        _end(child)
+        process_group.end(child)
     if status != 0 or result is None:
-        raise StageFailed(f"exit status {status}; its log ends with\n{_tail(log)}")
+        raise StageFailed(f"exit status {status}; its log ends with\n{log_tail(log)}")
     return result
 
 
@@ -158,31 +157,6 @@ def _read_events(stream: IO[bytes], deadline: float) -> Iterator[dict[str, Any]]
             yield from map(json.loads, lines)
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the child's group: politely, so that it removes what it shared, then not.
-
-    Only the whole group's end counts: vLLM's processes outlive the one that is killed.
-    """
-    deadline = time.monotonic() + STOP_SECONDS
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGTERM)
-        while _is_running(child.pid) and time.monotonic() < deadline:
-            child.poll()
-            time.sleep(0.05)
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-
-
-def _is_running(group: int) -> bool:
-    """Whether a process of the group still runs; a zombie does not."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state != "Z":
-                return True
-    return False
-
-
-def _tail(log: Path) -> str:
+def log_tail(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
     return "\n".join(f"  {line}" for line in lines)

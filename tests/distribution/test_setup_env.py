@@ -5,7 +5,9 @@
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,18 @@ NO_CPU_TORCH = (
 )
 
 
+def write_wheel(folder: Path) -> None:
+    """A CUDA build of vLLM, of a few files."""
+    with zipfile.ZipFile(folder / "vllm-0.33.0-cp38-abi3-linux.whl", "w") as wheel:
+        wheel.writestr("vllm/__init__.py", "# 0.33\n")
+        wheel.writestr("vllm/_C.abi3.so", "for CUDA")
+        wheel.writestr("vllm/_moe_C.abi3.so", "for CUDA")
+        wheel.writestr("vllm/third_party/kernel.cuh", "for CUDA")
+        wheel.writestr("vllm/vllm-rs", "a server")
+        metadata = "Metadata-Version: 2.4\nName: vllm\nVersion: 0.33.0\n\n"
+        wheel.writestr("vllm-0.33.0.dist-info/METADATA", metadata)
+
+
 class Commands:
     """Plays the commands: keeps a word on each, makes the venv, fails on demand."""
 
@@ -29,7 +43,8 @@ class Commands:
 
     def __call__(self, title, command, log, env=None, describe=None) -> None:
         line = " ".join(map(str, command))
-        word = next(w for w in ("venv", "install", "uninstall", "-c") if w in command)
+        words = ("venv", "download", "install", "uninstall", "-c")
+        word = next(w for w in words if w in command)
         self.seen.append(word)
         self.lines.append(line)
         if failure := self.failure(line):
@@ -38,6 +53,8 @@ class Commands:
             python = Path(command[-1]) / "bin" / "python"
             python.parent.mkdir(parents=True)
             python.symlink_to(sys.executable)
+        if word == "download":
+            write_wheel(Path(command[command.index("--dest") + 1]))
 
 
 @pytest.fixture
@@ -260,3 +277,47 @@ def test_a_named_python_is_used_or_refused(only_an_old_python):
     refused = _find_python(os.environ["PATH"], f"{only_an_old_python}/python3")
     assert refused.returncode == 1
     assert "cannot be used" in refused.stderr
+
+
+def installed_cpu_build(environment: setup_env.Environment) -> Path:
+    python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    vllm = environment.venv / "lib" / python / "site-packages" / "vllm"
+    vllm.mkdir(parents=True)
+    (vllm / "__init__.py").write_text("# 0.32\n")
+    (vllm / "_C.abi3.so").write_text("for the CPU")
+    return vllm
+
+
+def test_the_vllm_for_peers_runs_its_python_files_over_the_cpu_build(
+    environment, commands
+):
+    environment.make_ready()
+    installed_cpu_build(environment)
+    commands.seen.clear()
+    environment.make_peers_vllm_ready()
+
+    assert commands.seen == ["download", "install", "-c"]
+    vllm = environment.peers_vllm / "vllm"
+    assert (vllm / "__init__.py").read_text() == "# 0.33\n"
+    assert (vllm / "_C.abi3.so").read_text() == "for the CPU"
+    assert {path.name for path in vllm.iterdir()} == {"__init__.py", "_C.abi3.so"}
+    (found,) = Distribution.discover(name="vllm", path=[str(environment.peers_vllm)])
+    assert found.version == "0.33.0+cpu"
+    assert not list(environment.peers_vllm.rglob("*.whl"))
+
+
+def test_the_vllm_for_peers_is_set_up_once_and_again_over_another_build(
+    environment, commands
+):
+    environment.make_ready()
+    installed_cpu_build(environment)
+    commands.failure = lambda line: KeyboardInterrupt() if "orjson" in line else None
+    with pytest.raises(KeyboardInterrupt):
+        environment.make_peers_vllm_ready()
+    commands.failure = lambda line: None
+
+    other = setup_env.Environment(environment.venv, "0.31.0", "0.1.1")
+    for each, wanted in ((environment, 3), (environment, 0), (other, 3)):
+        commands.seen.clear()
+        each.make_peers_vllm_ready()
+        assert len(commands.seen) == wanted

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvcr import demo, demo_process
+from vllm_kvcr import demo, process_group
 from vllm_kvcr.demo_plan import (
     BLOCKS_PER_CHUNK,
     TOKENS_PER_BLOCK,
@@ -196,7 +196,7 @@ def test_a_stage_that_hangs_is_ended_with_all_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those that ignore a polite request, and what the engine left in memory."""
-    monkeypatch.setattr(demo_process, "STOP_SECONDS", 1.0)
+    monkeypatch.setattr(process_group, "STOP_SECONDS", 1.0)
     heard: list[str] = []
     started = time.monotonic()
     with pytest.raises(StageFailed, match="not finished after 2 s"):

@@ -85,6 +85,7 @@ class KvcrStandin:
         self.operations: dict[int, Operation] = {}
         self.hints: list[tuple[str, Any]] = []
         self.discarded: list[str] = []
+        self.stats = self._new_stats()
         self.stats_given: list[Any] = []
         self.closed = 0
         self._pieces: list[tuple[int, dict[bytes, OpEntryResult]]] = []
@@ -128,9 +129,13 @@ class KvcrStandin:
 
     def get_stats(self) -> Any:
         self._called("get_stats")
-        stats = self.bindings.stats_factory() if self.bindings.stats_factory else None
+        # What was recorded so far; from now on into another one.
+        stats, self.stats = self.stats, self._new_stats()
         self.stats_given.append(stats)
         return stats
+
+    def _new_stats(self) -> Any:
+        return self.bindings.stats_factory() if self.bindings.stats_factory else None
 
     def close(self) -> None:
         self.closed += 1

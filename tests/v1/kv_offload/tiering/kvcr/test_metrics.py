@@ -131,6 +131,7 @@ def test_losses_are_counted_once() -> None:
 def test_a_kvcr_without_stats_still_reports_losses() -> None:
     rig = telemetry_rig()
     rig.kvcr.bindings = SimpleNamespace(stats_factory=None, poll_pin_results=lambda: ())
+    rig.kvcr.stats = None
     assert rig.tier.get_stats() is None
     rig.lookup(key(1))
     assert rig.losses() == {"not_resident": 1}

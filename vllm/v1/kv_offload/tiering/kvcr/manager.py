@@ -61,8 +61,8 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.pins import Pins
 from vllm.v1.kv_offload.tiering.kvcr.reports.disk import DiskWatch
 from vllm.v1.kv_offload.tiering.kvcr.reports.events import Inventory, Sink, sink_of
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health, Reason
+from vllm.v1.kv_offload.tiering.kvcr.reports.idle import IdleReports
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import (
-    KvcrStats,
     Losses,
     Lost,
     add_own,
@@ -150,6 +150,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         # What KVCR's callbacks write to exists before KVCR does.
         self._health = Health()
         self._losses = Losses()
+        telemetry = config.enable_telemetry
+        self._idle_reports = IdleReports(self._losses, self._health, telemetry)
         self._quarantine = Quarantine(self._health, config.serves_peers)
         publishes = config.owns_inventory and events.enable_kv_cache_events
         self._inventory = Inventory(codec, self.locality)
@@ -186,7 +188,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 "cancel_pin_request": self._pins.cancel_pin_request,
                 "key_adapter": codec,
                 "inventory_sink": sink_of(sinks),
-                "stats_factory": KvcrStats if config.enable_telemetry else None,
+                "stats_factory": self._idle_reports.new_stats if telemetry else None,
                 "policy": policy,
                 "on_resilience_event": self._quarantine.report,
             },
@@ -240,7 +242,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             backoff=self._backoff,
             losses=self._losses,
             sums=sums,
-            block_bytes=primary.row_bytes if config.enable_telemetry else None,
+            block_bytes=primary.row_bytes if telemetry else None,
         )
         self._query: Any = kvcr.query
         self._recency: Recency | None = None
@@ -315,6 +317,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._poll()
+        self._idle_reports.poll()
         results = self._transfers.take_results()
         if self._pins.has_results:
             results = [*results, *self._pins.take_results()]
@@ -327,6 +330,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             or self._staging.introducing
             or self._pins.pending
             or self._inventory.pending
+            or self._idle_reports.due
             or (self._steps_for_peers and self._usable)
         )
 
@@ -341,6 +345,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._losses.log()
+        self._idle_reports.step()
 
     # --- reports ---------------------------------------------------------------------
 

@@ -109,6 +109,11 @@ class Health:
             Reason.BACKEND_FAILED.advice,
         )
 
+    @property
+    def changed(self) -> bool:
+        """Whether the state is another one than at the last ``take_changes``."""
+        return (self.state, self.reason) != self._reported
+
     def take_changes(self) -> list[tuple[str, str, int]]:
         """Gauge samples ``(state, reason, 0 or 1)`` since the last call."""
         now = (self.state, self.reason)

@@ -184,9 +184,14 @@ class Losses:
             del self._unlogged[label]
             logger.warning("kvcr tier: %s x%d: %s", label, count, text)
 
+    @property
+    def pending(self) -> bool:
+        """Whether anything was counted since the last ``take``."""
+        return bool(self._counts or self._hints)
+
     def take(self) -> tuple[dict[str, int], dict[str, int]]:
         """Counts since the last call: blocks by reason, hints by reason."""
-        if not self._counts and not self._hints:
+        if not self.pending:
             return {}, {}
         lost = {reason.label: count for reason, count in self._counts.items()}
         hints = dict(self._hints)

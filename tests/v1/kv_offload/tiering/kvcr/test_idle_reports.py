@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What happens while the engine sleeps: it is woken once for it, and sleeps on."""
+
+import queue
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvcr import TRANSFER_BYTES_METRIC
+
+from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig, key
+from tests.v1.kv_offload.tiering.kvcr.standin import RecordingParent
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.kv_offload.base import ScheduleEndContext
+from vllm.v1.kv_offload.tiering.kvcr.compat import shims
+from vllm.v1.kv_offload.tiering.kvcr.compat.waking import wake_engine
+from vllm.v1.kv_offload.tiering.kvcr.reports import idle
+
+
+class Sleeper:
+    """A tier under a thread that polls it, and an engine core that can be woken."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.woken = 0
+        self.awake = True
+        monkeypatch.setattr(shims, "HAS_TIER_POLL_THREAD", True)
+        self.now = 1000.0
+        monkeypatch.setattr(idle, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(idle, "wake_engine", self._wake)
+        self.rig = StandinRig(
+            **{"control_ports": [7001], "enable_telemetry": True} | options
+        )
+        self.tier = self.rig.tier
+        self.step()
+
+    def _wake(self) -> bool:
+        self.woken += 1
+        return self.awake
+
+    def step(self) -> None:
+        """What vLLM calls in a step, in this order."""
+        self.rig.poll()
+        self.tier.on_schedule_end(ScheduleEndContext([], []))
+        self.tier.get_stats()
+
+    def sleep(self, seconds: float = 5.0) -> None:
+        """Rounds of the thread that polls."""
+        for _ in range(round(seconds / 0.01)):
+            self.now += 0.01
+            self.rig.poll()
+
+    def kvcr_moves(self, size: int) -> None:
+        stats = self.rig.kvcr.stats
+        stats.increase_counter(TRANSFER_BYTES_METRIC, size, ("source_write",))
+
+
+def lose_a_block(sleeper: Sleeper) -> None:
+    sleeper.rig.kvcr.want(key(1))
+    sleeper.rig.poll()
+    sleeper.tier.serve_external_requests(RecordingParent())
+
+
+@pytest.fixture
+def sleeper(monkeypatch: pytest.MonkeyPatch) -> Sleeper:
+    return Sleeper(monkeypatch)
+
+
+def test_without_news_the_engine_sleeps_on(sleeper: Sleeper) -> None:
+    sleeper.sleep()
+    assert sleeper.woken == 0
+    assert not sleeper.tier.has_pending_work()
+
+
+@pytest.mark.parametrize("news", ["moved", "lost", "state"])
+def test_for_news_the_engine_takes_one_step(sleeper: Sleeper, news: str) -> None:
+    sleeper.sleep()
+    if news == "moved":
+        sleeper.kvcr_moves(4096)
+    elif news == "lost":
+        lose_a_block(sleeper)
+    else:
+        sleeper.rig.kvcr.raises["poll_completed"] = RuntimeError("thread died")
+    sleeper.sleep(1.01)
+    assert sleeper.woken == 1
+    assert sleeper.tier.has_pending_work()
+    sleeper.step()
+    sleeper.sleep()
+    assert sleeper.woken == 1
+    assert not sleeper.tier.has_pending_work()
+
+
+def test_an_engine_that_steps_is_not_woken(sleeper: Sleeper) -> None:
+    for _ in range(20):
+        sleeper.kvcr_moves(4096)
+        sleeper.sleep(0.5)
+        sleeper.step()
+    assert sleeper.woken == 0
+
+
+def test_an_engine_is_woken_at_most_once_a_second(sleeper: Sleeper) -> None:
+    for _ in range(100):
+        sleeper.kvcr_moves(4096)
+        sleeper.sleep(0.1)
+        if sleeper.tier.has_pending_work():
+            sleeper.step()
+    assert 4 <= sleeper.woken <= 10
+
+
+def test_where_nothing_can_be_woken_nothing_is_pending(sleeper: Sleeper) -> None:
+    sleeper.awake = False
+    sleeper.sleep()
+    sleeper.kvcr_moves(4096)
+    sleeper.sleep()
+    assert sleeper.woken > 0
+    assert not sleeper.tier.has_pending_work()
+
+
+def test_without_telemetry_the_engine_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sleeper = Sleeper(monkeypatch, enable_telemetry=False)
+    sleeper.sleep()
+    lose_a_block(sleeper)
+    sleeper.sleep()
+    assert sleeper.woken == 0
+
+
+class Core(EngineCoreProc):
+    """vLLM's engine core, without an engine: its queue and the thread that fills it."""
+
+    def __init__(self) -> None:
+        self.input_queue = queue.Queue()
+        self.stop = threading.Event()
+
+    def process_input_sockets(self, *_: object) -> None:
+        self.stop.wait()
+
+
+def test_the_engine_core_is_found_by_the_thread_that_fills_its_queue() -> None:
+    assert not wake_engine()
+    core = Core()
+    thread = threading.Thread(target=core.process_input_sockets)
+    thread.start()
+    try:
+        assert wake_engine()
+        kind, _ = core.input_queue.get_nowait()
+        assert kind is EngineCoreRequestType.WAKEUP
+        assert core.input_queue.empty()
+    finally:
+        core.stop.set()
+        thread.join()
+    assert not wake_engine()

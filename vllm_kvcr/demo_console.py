@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What the demos show while they run, and how an interrupted one ends."""
+
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+STARTING = "importing vLLM"
+
+
+def new_log() -> Path:
+    with tempfile.NamedTemporaryFile(
+        prefix="vllm-kvcr-demo-", suffix=".log", delete=False
+    ) as file:
+        return Path(file.name)
+
+
+@contextmanager
+def termination_interrupts() -> Iterator[None]:
+    """Let SIGTERM take the way of Ctrl-C, which stops the engine."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def shown(console: Console, title: str) -> Iterator[Callable[[str], None]]:
+    """Show what goes on: one changing line on a terminal, else a line for each."""
+    started = time.monotonic()
+    if console.is_terminal:
+        with console.status(f"{title}: {STARTING}") as status:
+            yield lambda doing: status.update(f"{title}: {doing}")
+    else:
+        console.print(f"{title}: {STARTING}")
+        yield lambda doing: console.print(f"{title}: {doing}", markup=False)
+    console.print(f"{title}: done in {time.monotonic() - started:.0f} s")

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Two servers, one of which pulls from the other: what is run, and what it shows.
+
+A answers each prompt first. B gets the same prompts with a hint at A: one by which it
+is introduced to A, one that has to be served from A, and one when A has been killed.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from vllm_kvcr.demo_model import CHUNK_BYTES, make_prompts, write_model
+from vllm_kvcr.demo_plan import TOKENS_PER_CHUNK, Workload
+from vllm_kvcr.routing import KvIndex, fetch_hint
+from vllm_kvcr.servers import Answer, Metrics, Server, ServerFailed, longest
+
+WORKLOAD = Workload(prompts=3)
+EVENTS_SECONDS = 15.0
+# Until B and A know each other well, and A's metrics tell what that took.
+INTRODUCTION_SECONDS = 6.0
+# From A's side of a pull until its metrics show it; it sleeps meanwhile.
+METRICS_SECONDS = 10.0
+IDLE_SECONDS = 3.0
+# What B may take for a prompt whose peer is gone, on top of one pull_timeout_ms, after
+# which it gives the pull up, and of twice what A took to compute the prompt.
+DEAD_PEER_SECONDS = 5.0
+
+BYTES = "vllm:kvcr_transfer_bytes_total"
+BLOCKS = "vllm:kvcr_transfer_blocks_total"
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What went from A to B for the prompt that was served, by both sides' metrics."""
+
+    blocks_fetched: int
+    blocks_written: int
+    bytes_written: int
+    bytes_delivered: int
+
+    @classmethod
+    def so_far(cls, source: Metrics, target: Metrics) -> Self:
+        return cls(
+            blocks_fetched=target.total(BLOCKS, operation="remote_fetch"),
+            blocks_written=source.total(BLOCKS, operation="source_write"),
+            bytes_written=source.total(BYTES, operation="source_write"),
+            # What was pulled lands in the pool and is copied from there.
+            bytes_delivered=target.total(BYTES, operation="local_deliver"),
+        )
+
+    def since(self, before: Self) -> Self:
+        pairs = zip(astuple(self), astuple(before), strict=True)
+        return type(self)(*(now - then for now, then in pairs))
+
+    @property
+    def agree(self) -> bool:
+        return (
+            self.blocks_fetched == self.blocks_written > 0
+            and self.bytes_written == self.bytes_delivered > 0
+        )
+
+
+@dataclass(frozen=True)
+class PeersResult:
+    """What A and B answered, and what their metrics say."""
+
+    at_source: tuple[Answer, ...]
+    introduced: Answer
+    served: Answer
+    after_kill: Answer
+    moved: Moved
+    idle_wakeups: int
+    pull_seconds: float = 1.0
+
+    @property
+    def at_target(self) -> tuple[Answer, ...]:
+        return (self.introduced, self.served, self.after_kill)
+
+    @property
+    def equal_outputs(self) -> int:
+        pairs = zip(self.at_source, self.at_target, strict=True)
+        return sum(cold.token_ids == answer.token_ids for cold, answer in pairs)
+
+    def faults(self, workload: Workload = WORKLOAD) -> list[str]:
+        """Why this does not show what it is there to show."""
+        faults = []
+        outputs = {answer.token_ids for answer in self.at_source}
+        if len(outputs) < len(self.at_source):
+            faults.append(
+                "prompts that differ gave the same output, so equal outputs would "
+                "prove nothing"
+            )
+        if self.equal_outputs < len(self.at_source):
+            faults.append(
+                f"only {self.equal_outputs} of {len(self.at_source)} outputs of B "
+                "equal A's"
+            )
+        if any(answer.cached_tokens for answer in self.at_source):
+            faults.append("A had not to compute all of a prompt")
+        if self.served.computed_tokens != workload.tail_tokens:
+            faults.append(
+                f"B computed {self.served.computed_tokens} tokens of the prompt that A "
+                f"had, and not only its last {workload.tail_tokens}"
+            )
+        moved, chunks = self.moved, workload.chunks_per_prompt
+        if not moved.blocks_fetched == moved.blocks_written == chunks:
+            faults.append(
+                f"A prompt has {chunks} chunks; B pulled {moved.blocks_fetched}, and A "
+                f"wrote {moved.blocks_written}, by their metrics"
+            )
+        size = chunks * CHUNK_BYTES
+        if not moved.bytes_written == moved.bytes_delivered == size:
+            faults.append(
+                f"{chunks} chunks are {size} bytes; A wrote {moved.bytes_written}, and "
+                f"B got {moved.bytes_delivered}, by their metrics"
+            )
+        if self.idle_wakeups > 100 * IDLE_SECONDS:
+            faults.append(
+                f"A's engine core woke up {self.idle_wakeups} times in "
+                f"{IDLE_SECONDS:.0f} s with nothing to do; it sleeps from vLLM 0.33 on"
+            )
+        allowed = DEAD_PEER_SECONDS + self.pull_seconds + 2 * self.at_source[-1].seconds
+        if self.after_kill.seconds > allowed:
+            faults.append(
+                f"B took {self.after_kill.seconds:.1f} s for a prompt whose peer was "
+                "gone"
+            )
+        return faults
+
+
+def run(
+    folder: Path,
+    tell: Tell,
+    *,
+    workload: Workload = WORKLOAD,
+    tier: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
+) -> PeersResult:
+    """Start both servers, have them answer, kill A.
+
+    Args:
+        folder: For the model, logs and sockets; the caller removes it.
+        tier: Options of the tier on top of those that peers need.
+        environment: On top of the servers' own.
+        log: For both servers' output; in ``folder`` unless it is given.
+
+    Raises:
+        ServerFailed: One of them did not start or answer.
+    """
+    first, second, third = make_prompts(workload)
+    servers = two_servers(folder, tell, workload, tier, environment, log)
+    with servers as (a, b, index):
+        tell("A answers the prompts")
+        at_source = tuple(
+            a.complete(prompt, workload.output_tokens)
+            for prompt in (first, second, third)
+        )
+
+        def ask(prompt: list[int]) -> Answer:
+            hint = hint_at(a, index, prompt, workload)
+            return b.complete(prompt, workload.output_tokens, hint)
+
+        tell("B is introduced to A")
+        introduced = ask(first)
+        time.sleep(INTRODUCTION_SECONDS)
+        before = Moved.so_far(a.metrics(), b.metrics())
+        tell("B answers with blocks of A")
+        served = ask(second)
+        tell("reading both metrics")
+        moved = _wait_until_agreed(a, b, before)
+        tell("both do nothing")
+        idle_wakeups = a.engine_wakeups()
+        time.sleep(IDLE_SECONDS)
+        idle_wakeups = a.engine_wakeups() - idle_wakeups
+        hint = hint_at(a, index, third, workload)
+        tell("A is killed, B answers without it")
+        a.kill()
+        after_kill = b.complete(third, workload.output_tokens, hint)
+        tell("stopping vLLM")
+    pull_seconds = (tier or {}).get("pull_timeout_ms", 1000) / 1000
+    return PeersResult(
+        at_source, introduced, served, after_kill, moved, idle_wakeups, pull_seconds
+    )
+
+
+@contextmanager
+def two_servers(
+    folder: Path,
+    tell: Tell,
+    workload: Workload = WORKLOAD,
+    tier: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
+) -> Iterator[tuple[Server, Server, KvIndex]]:
+    """Servers A and B, ready, and what A's KV events tell from the beginning."""
+    model = folder / "model"
+    if not model.exists():
+        write_model(model, longest(workload.chunks_per_prompt))
+    options: dict[str, Any] = {
+        "chunks": workload.chunks_per_prompt,
+        "tier": tier,
+        "environment": environment,
+        "log": log,
+    }
+    tell("starting both servers")
+    with (
+        Server("A", folder, model, **options) as a,
+        Server("B", folder, model, **options) as b,
+        KvIndex(a.events_endpoint) as index,
+    ):
+        a.wait_until_ready()
+        b.wait_until_ready()
+        yield a, b, index
+
+
+def hint_at(
+    source: Server, index: KvIndex, prompt: list[int], workload: Workload
+) -> dict[str, Any]:
+    """What a router would add to the prompt's request."""
+    whole = workload.chunks_per_prompt * TOKENS_PER_CHUNK
+    hashes = index.wait_for(prompt, whole, EVENTS_SECONDS)
+    if not hashes:
+        raise ServerFailed(f"server {source.name} announced no block of a prompt")
+    return fetch_hint(source.control_endpoint, hashes)
+
+
+def _wait_until_agreed(source: Server, target: Server, before: Moved) -> Moved:
+    """What was moved since ``before``, when both sides have counted it."""
+    deadline = time.monotonic() + METRICS_SECONDS
+    while True:
+        moved = Moved.so_far(source.metrics(), target.metrics()).since(before)
+        if moved.agree or time.monotonic() > deadline:
+            return moved
+        time.sleep(0.2)

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""vLLM's OpenAI server on this machine's CPU, with the kvcr tier, peers and KV events.
+
+What needs several engines starts them with ``Server``, asks them over HTTP and reads
+their metrics. They run the demos' model on the vLLM that comes first on ``PYTHONPATH``.
+
+Failure model: a server that does not start, answer or end in time raises
+``ServerFailed`` with the end of its log. Leaving the ``with`` block leaves neither a
+process nor shared memory.
+"""
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_kvcr import process_group
+from vllm_kvcr.demo_model import CHUNK_BYTES
+from vllm_kvcr.demo_plan import BLOCKS_PER_CHUNK, TOKENS_PER_BLOCK, TOKENS_PER_CHUNK
+from vllm_kvcr.demo_process import ENVIRONMENT, SHARED_MEMORY, log_tail
+
+LOCALHOST = "127.0.0.1"
+MODEL_NAME = "demo"
+# Two were ready after 83 s on two cores that others used as well, after 230 s at a load
+# of ten.
+START_SECONDS = 400.0
+REQUEST_SECONDS = 60.0
+
+# NIXL's threads spin. So do engines before vLLM 0.33; what asks them comes first.
+NICENESS = 5
+
+# Two that pin themselves to the same core can wait for each other for minutes.
+OF_SERVERS = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+class ServerFailed(Exception):
+    """A server did not do what it was asked to; the text says why."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server made of a prompt, by its own account."""
+
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: float
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+
+class Metrics:
+    """One reading of a server's ``/metrics``."""
+
+    def __init__(self, text: str) -> None:
+        self._samples = [
+            sample
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        ]
+
+    def total(self, name: str, **labels: str) -> int:
+        """The sum over all samples of that name that carry these labels."""
+        return int(
+            sum(
+                sample.value
+                for sample in self._samples
+                if sample.name == name and labels.items() <= sample.labels.items()
+            )
+        )
+
+
+class Server:
+    """One server, from ``__enter__`` to ``__exit__``.
+
+    Args:
+        name: In file names and messages.
+        folder: For its socket of KV events, and its log unless there is one.
+        model: As ``demo_model.write_model`` wrote it, for ``longest(chunks)`` tokens.
+        chunks: The longest prompt; the KV cache and the primary tier hold several.
+        tier: Options of the kvcr tier on top of those that peers need.
+        environment: On top of the demos'.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        model: Path,
+        *,
+        chunks: int = 16,
+        tier: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        self.name = name
+        self.port, self.control_port = free_ports(2)
+        self.control_endpoint = f"tcp://{LOCALHOST}:{self.control_port}"
+        # vLLM binds TCP endpoints on every interface, and this one to a file.
+        self.events_endpoint = f"ipc://{folder}/{name}.events"
+        self.log = log or folder / f"{name}.log"
+        self._model = model
+        self._chunks = chunks
+        self._tier = dict(tier or {})
+        self._environment = {**os.environ, **OF_SERVERS, **(environment or {})}
+        self._engine_id = f"vllm-kvcr-{name}-{uuid.uuid4()}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._http = httpx.Client(base_url=f"http://{LOCALHOST}:{self.port}")
+
+    def __enter__(self) -> Self:
+        command = ["nice", "-n", str(NICENESS), sys.executable]
+        command += ["-m", "vllm.entrypoints.openai.api_server", *self._arguments()]
+        with self.log.open("ab") as sink:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env=self._environment,
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._http.close()
+        assert self._process is not None
+        process_group.end(self._process)
+        # A server that was killed could not remove its shared memory.
+        for left_behind in SHARED_MEMORY.glob(f"vllm_offload_{self._engine_id}*"):
+            left_behind.unlink(missing_ok=True)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Kill all its processes at once, as a machine that fails does."""
+        assert self._process is not None
+        process_group.kill(self._process)
+
+    def wait_until_ready(self, seconds: float = START_SECONDS) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            status = self._process.poll()
+            if status is not None:
+                raise self._failure(f"ended with status {status}")
+            with suppress(httpx.TransportError):
+                if self._http.get("/health", timeout=2).is_success:
+                    return
+            time.sleep(0.2)
+        raise self._failure(f"not ready after {seconds:.0f} s")
+
+    def complete(
+        self,
+        prompt: Sequence[int],
+        tokens: int = 16,
+        hint: Mapping[str, Any] | None = None,
+        seconds: float = REQUEST_SECONDS,
+    ) -> Answer:
+        """Have a prompt of token ids completed, greedily.
+
+        Args:
+            hint: Where its blocks are; see ``routing.fetch_hint``.
+        """
+        request: dict[str, Any] = {
+            "model": MODEL_NAME,
+            "prompt": list(prompt),
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        if hint is not None:
+            request["kv_transfer_params"] = {"kv_hint": hint}
+        started = time.perf_counter()
+        try:
+            response = self._http.post("/v1/completions", json=request, timeout=seconds)
+        except httpx.TransportError as error:
+            raise self._failure(f"gave no answer: {error!r}") from error
+        if not response.is_success:
+            raise self._failure(f"answered {response.status_code}: {response.text}")
+        body = response.json()
+        usage = body["usage"]
+        return Answer(
+            token_ids=tuple(body["choices"][0]["token_ids"]),
+            prompt_tokens=usage["prompt_tokens"],
+            # Absent where none were.
+            cached_tokens=(usage["prompt_tokens_details"] or {}).get("cached_tokens")
+            or 0,
+            seconds=time.perf_counter() - started,
+        )
+
+    def metrics(self) -> Metrics:
+        try:
+            response = self._http.get("/metrics", timeout=REQUEST_SECONDS)
+            return Metrics(response.raise_for_status().text)
+        except httpx.HTTPError as error:
+            raise self._failure(f"shows no metrics: {error!r}") from error
+
+    def engine_wakeups(self) -> int:
+        """How often the thread that steps the engine has gone to sleep so far."""
+        for process in process_group.members(self.pid):
+            if (process / "comm").read_text().startswith("VLLM::EngineCor"):
+                status = (process / "status").read_text()
+                return int(status.split("voluntary_ctxt_switches:")[1].split()[0])
+        raise self._failure("has no engine core")
+
+    def _failure(self, what: str) -> ServerFailed:
+        return ServerFailed(
+            f"server {self.name} {what}; its log ends with\n{log_tail(self.log)}"
+        )
+
+    def _arguments(self) -> list[str]:
+        max_tokens = longest(self._chunks)
+        transfer = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "engine_id": self._engine_id,
+            "kv_connector_extra_config": {
+                "spec_name": "CpuTieringOffloadingSpec",
+                "spec_module_path": "vllm_kvcr.cpu",
+                "blocks_per_chunk": BLOCKS_PER_CHUNK,
+                "self_describing_kv_events": True,
+                "cpu_bytes_to_use": 8 * self._chunks * CHUNK_BYTES,
+                "secondary_tiers": [
+                    {
+                        "type": "kvcr",
+                        "secondary_g2_slots": 8 * self._chunks,
+                        "control_ports": [self.control_port],
+                        "control_host": LOCALHOST,
+                        "control_advertise_host": LOCALHOST,
+                        "enable_telemetry": True,
+                        **self._tier,
+                    }
+                ],
+            },
+        }
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self.events_endpoint,
+        }
+        return [
+            *("--model", str(self._model), "--served-model-name", MODEL_NAME),
+            *("--host", LOCALHOST, "--port", str(self.port)),
+            *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"),
+            *("--max-model-len", str(max_tokens)),
+            *("--max-num-batched-tokens", str(max(2048, max_tokens))),
+            *("--max-num-seqs", "4", "--block-size", str(TOKENS_PER_BLOCK)),
+            *("--num-gpu-blocks-override", str(4 * max_tokens // TOKENS_PER_BLOCK)),
+            "--enable-prompt-tokens-details",
+            *("--kv-transfer-config", json.dumps(transfer)),
+            *("--kv-events-config", json.dumps(events)),
+        ]
+
+
+def longest(chunks: int) -> int:
+    """Tokens of a prompt of that many chunks and a bit, and of its output."""
+    return (chunks + 1) * TOKENS_PER_CHUNK
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports below those that the system hands out by itself at any moment."""
+    found: list[int] = []
+    candidates: Iterable[int] = random.SystemRandom().sample(range(20_000, 32_000), 200)
+    for port in candidates:
+        with suppress(OSError), socket.create_server((LOCALHOST, port)):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise ServerFailed(f"{count} free ports were not found on {LOCALHOST}")
