@@ -14,7 +14,7 @@ in the log, and the engine recomputes.
 import mmap
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -57,6 +57,8 @@ from vllm.v1.kv_offload.tiering.kvcr.config import (
 from vllm.v1.kv_offload.tiering.kvcr.decline import StoreDecliner
 from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
 from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace, make_namespace
+from vllm.v1.kv_offload.tiering.kvcr.peers.channel import PeerChannel, guard_channel
+from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import AllowedPeers
 from vllm.v1.kv_offload.tiering.kvcr.peers.hints import Hints, own_endpoints
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import Peers
 from vllm.v1.kv_offload.tiering.kvcr.peers.pins import Pins
@@ -150,6 +152,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         namespace = make_namespace(config.namespace, offloading_spec, primary.row_bytes)
         guard = setup.guard_config(config, local_rank, namespace)
         policy = choose_policy(config.policy, has_files=config.g3 is not None)
+        secret = setup.control_secret(config)
 
         agent = f"vllm-{uuid.uuid4().hex}"
         block_refs = shims.block_refs_factory(agent, primary.address, primary.row_bytes)
@@ -178,7 +181,9 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 )
                 pool = (self._pool.address, self._pool.size)
             if port is not None:
-                channel = ZmqPeerControlChannel(config.control_host, port, advertised)
+                channel = guard_channel(
+                    ZmqPeerControlChannel(config.control_host, port, advertised), secret
+                )
             bindings = KVCRBindings(
                 request_pin=self._pins.request_pin,
                 poll_pin_results=self._pins.poll_pin_results,
@@ -213,6 +218,10 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         endpoints = None
         if port is not None:
             endpoints = own_endpoints(config.control_host, advertised, port)
+        is_incompatible: Callable[[str], bool] = lambda endpoint: False  # noqa: E731
+        if isinstance(channel, PeerChannel):
+            channel.when_closed(shims.peer_forgetter(self._kvcr))
+            is_incompatible = channel.is_incompatible
         self._hints = Hints(
             self._kvcr,
             peers,
@@ -220,6 +229,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             endpoints,
             setup.max_pull_blocks(config, primary),
             self._fail,
+            AllowedPeers(config.allowed_peers),
+            is_incompatible,
         )
         self._hinted = self._hints.requests
         sums: BlockSums | None = None
@@ -275,7 +286,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         if status is _HIT:
             return _LOOKUP_HIT
         if tier is _REMOTE and status is _FETCHABLE:
-            return self._look_up_remote(request_id)
+            return self._look_up_remote(key, request_id)
         return LOOKUPS.get(status, _LOOKUP_MISS)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -421,17 +432,17 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             uncounted=getattr(self, "_bp_detector", None) is not None,
         )
 
-    def _look_up_remote(self, request_id: str) -> LookupResult:
+    def _look_up_remote(self, key: OffloadKey, request_id: str) -> LookupResult:
         """A hinted peer may have it; whether it is worth asking is said here."""
         landings = self._transfers.landings
-        if self._hints.peer_is_down(request_id):
-            reason = Lost.PEER_DOWN
-        elif landings is not None and landings.room <= 0:
-            reason = Lost.LANDING_FULL
-        elif not self._hints.claim_pull(request_id):
-            reason = Lost.PULL_LIMIT
-        else:
-            return LookupResult.HIT
+        reason = self._hints.why_not(request_id)
+        if reason is None:
+            if landings is not None and landings.room <= 0:
+                reason = Lost.LANDING_FULL
+            elif self._hints.claim_pull(request_id, key):
+                return LookupResult.HIT
+            else:
+                reason = Lost.PULL_LIMIT
         self._losses.add(reason)
         return LookupResult.MISS
 

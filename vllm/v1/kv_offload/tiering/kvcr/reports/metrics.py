@@ -69,6 +69,10 @@ class Lost(Enum):
         "a hinted peer did not answer lately and is left alone for a while; check "
         "that it runs and that its control port can be reached from here",
     )
+    INCOMPATIBLE_PEER = (
+        "incompatible_peer",
+        "a hinted peer runs other releases of kvcr or nixl; both engines need the same",
+    )
     LANDING_FULL = (
         "landing_full",
         "peers that died still own KVCR's memory; restart this engine",
