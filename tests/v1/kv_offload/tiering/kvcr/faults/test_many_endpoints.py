@@ -29,12 +29,15 @@ from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
     peer_options,
 )
 from vllm.v1.kv_offload.base import LookupResult
-from vllm.v1.kv_offload.tiering.kvcr.peers.connections import MAX_CONNECTIONS
+from vllm.v1.kv_offload.tiering.kvcr.peers.connections import (
+    MAX_CONNECTIONS,
+    MAX_SOCKETS,
+)
 
 HINTS = 1150
 KEYS = make_keys(4, "theirs")
 # A connection is a socket and what wakes its owner.
-MOST_FDS = 2 * MAX_CONNECTIONS + 32
+MOST_FDS = 2 * MAX_SOCKETS + 32
 
 FLOODS: dict[str, Callable[[int, int], str]] = {
     "dead ports": lambda n, port: f"tcp://127.0.0.1:{32_768 + n}",

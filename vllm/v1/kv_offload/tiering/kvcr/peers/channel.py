@@ -77,7 +77,8 @@ class PeerChannel:
 
     def is_incompatible(self, endpoint: str) -> bool:
         """Whether a peer lately said that it runs other releases."""
-        return self._clock() < self._incompatible.get(endpoint, 0.0)
+        until = self._incompatible.get(endpoint)
+        return until is not None and self._clock() < until
 
     # --- what KVCR calls -------------------------------------------------------------
 

@@ -25,6 +25,8 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import (
 from vllm.v1.kv_offload.tiering.kvcr.peers.resolver import Resolver
 
 MAX_CONNECTIONS = 128
+MAX_SOCKETS = MAX_CONNECTIONS + 64
+"""ZeroMQ closes sockets on a thread of its own, and may be a few behind."""
 MAX_HELD = 256
 """Messages that wait for one peer; more than the pulls that can be under way."""
 _MAX_HELD_BYTES = 4 << 20
@@ -221,6 +223,7 @@ class Connections:
             connection.socket = None
         if self._context is None:
             self._context = zmq.Context()
+            self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         try:
             socket = self._context.socket(zmq.PUSH)
         except zmq.ZMQError:
