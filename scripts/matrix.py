@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from scripts.setup_env import ENV, ROOT, one_at_a_time
 TESTS = Path("tests/v1/kv_offload/tiering/kvcr")
 END_TO_END = TESTS / "test_end_to_end.py"
 FAULTS = TESTS / "faults"
+MIXED = TESTS / "mixed_releases.py"
 DOCUMENT = ROOT / "docs" / "compatibility.md"
 IN_TREE = "in-tree"
 
@@ -59,6 +60,11 @@ class Pair:
         each kvcr."""
         oldest = self.vllm == VLLMS[0]
         return self.kvcr == (KVCRS[0] if oldest else KVCRS[-1])
+
+    @property
+    def meets_another(self) -> bool:
+        """Whether an engine of another kvcr is run beside this one's."""
+        return self.vllm == VLLMS[-1] and not self.in_tree
 
     @property
     def title(self) -> str:
@@ -200,12 +206,17 @@ def _run(
         command.append(f"--ignore={END_TO_END}")
     if not options.faults:
         command.append(f"--ignore={FAULTS}")
+    env = {}
+    if pair.meets_another:
+        (other,) = (version for version in KVCRS if version != pair.kvcr)
+        env["KVCR_OTHER_RELEASE"] = str(environments.kvcr(other))
+        command.append(str(MIXED))
     where = ROOT
     if pair.in_tree:
         where = environments.tree(pair.vllm)
         (where / "pytest.ini").write_text(_PYTEST_IN_TREE)
     started = time.monotonic()
-    status = _run_bounded(command, where, log, stop)
+    status = _run_bounded(command, where, log, stop, env)
     seconds = time.monotonic() - started
     outcome = read_junit(
         junit,
@@ -225,7 +236,11 @@ def _run(
 
 
 def _run_bounded(
-    command: Sequence[str], where: Path, log: Path, stop: threading.Event
+    command: Sequence[str],
+    where: Path,
+    log: Path,
+    stop: threading.Event,
+    further_env: Mapping[str, str] | None = None,
 ) -> int:
     """Run ``command`` with its output in ``log``; none of its processes stays."""
     if stop.is_set():
@@ -238,6 +253,7 @@ def _run_bounded(
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_TARGET_DEVICE": "cpu",
+        **(further_env or {}),
     }
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -116,7 +116,7 @@ class Environments:
             in_tree: The tier lies in vLLM's own tree; there is no plugin.
         """
         self.folder.mkdir(exist_ok=True)
-        paths = [self._vllm(vllm), self._kvcr(kvcr), self._base()]
+        paths = [self._vllm(vllm), self.kvcr(kvcr), self._base()]
         if in_tree:
             paths.insert(0, self.tree(vllm))
         else:
@@ -152,7 +152,7 @@ class Environments:
 
     def nixl_of(self, kvcr: str) -> str:
         """The release of NIXL that a release of kvcr requires."""
-        (nixl,) = (r for r in _requires(self._kvcr(kvcr)) if _name(r) == "nixl")
+        (nixl,) = (r for r in _requires(self.kvcr(kvcr)) if _name(r) == "nixl")
         return nixl.partition("==")[2]
 
     # --- the parts -------------------------------------------------------------------
@@ -194,7 +194,8 @@ class Environments:
             self._add_missing(folder, unwanted)
         return folder
 
-    def _kvcr(self, version: str) -> Path:
+    def kvcr(self, version: str) -> Path:
+        """The folder with that kvcr and the NIXL that it requires."""
         pin = f"kvcr=={version}"
 
         def make(folder: Path) -> None:
@@ -316,8 +317,8 @@ class Environments:
         )
         found = json.loads(answer.stdout)
         homes = {
-            "kvcr": self._kvcr(kvcr),
-            "nixl": self._kvcr(kvcr),
+            "kvcr": self.kvcr(kvcr),
+            "nixl": self.kvcr(kvcr),
             "torch": self._base(),
             "vllm": paths[0],
         }

@@ -21,7 +21,13 @@ import pytest
 from packaging.version import Version
 
 from tests.v1.kv_offload.tiering.kvcr.conftest import TIER_PACKAGE, LogLines
-from tests.v1.kv_offload.tiering.kvcr.rig import Rig, StandinRig, keys
+from tests.v1.kv_offload.tiering.kvcr.rig import (
+    LOCALHOST,
+    Rig,
+    StandinRig,
+    free_port,
+    keys,
+)
 from tests.v1.kv_offload.tiering.kvcr.standin import (
     KeepingStandin,
     RecordingParent,
@@ -74,7 +80,7 @@ SHIMS = [
     Shim("_HAS_CONFIG_INFO", "vllm", "0.32", is_on("_HAS_CONFIG_INFO")),
 ]
 # Not for a release: for what no release of kvcr offers yet.
-UNTIL_OFFERED = {"is_quiescent", "service_pool_bytes"}
+UNTIL_OFFERED = {"is_quiescent", "peer_forgetter", "service_pool_bytes"}
 
 
 def outdates(version: str, served: str) -> bool:
@@ -111,7 +117,7 @@ def test_a_shim_is_in_use_where_it_says_that_it_is(shim: Shim) -> None:
     assert shim.native() is outdates(installed, shim.served)
 
 
-@pytest.mark.parametrize("asked", ["quiescent", "pool"])
+@pytest.mark.parametrize("asked", ["quiescent", "pool", "forget", "endpoint"])
 def test_kvcr_has_no_public_way_to_ask_yet(asked: str) -> None:
     public = [name for name in dir(kvcr.KVCR) if not name.startswith("_")]
     assert not [name for name in public if asked in name]
@@ -119,6 +125,34 @@ def test_kvcr_has_no_public_way_to_ask_yet(asked: str) -> None:
 
 def test_a_kvcr_without_a_service_tells_no_pool() -> None:
     assert shims.service_pool_bytes(StandinRig().kvcr) is None
+
+
+def test_all_that_kvcr_keeps_by_endpoint_is_forgotten() -> None:
+    rig = Rig(
+        control_ports=[free_port()],
+        control_host=LOCALHOST,
+        control_advertise_host=LOCALHOST,
+        landing_slots=8,
+    )
+    backend = rig.tier._kvcr._core._remote_fw_dram
+    holders = (backend, backend._dangling_ops)
+
+    def naming(endpoint: str) -> list[str]:
+        return [
+            name
+            for holder in holders
+            for name, table in vars(holder).items()
+            if isinstance(table, (dict, set)) and endpoint in table
+        ]
+
+    peer = f"tcp://{LOCALHOST}:{free_port()}"
+    backend._metadata_acked_sources.add(peer)
+    backend._metadata_retry_after[peer] = 1.0
+    backend._dangling_ops.sources[peer] = "incarnation"
+    assert len(naming(peer)) == 3
+    shims.peer_forgetter(rig.tier._kvcr)(peer)
+    assert naming(peer) == []
+    rig.close()
 
 
 def test_every_shim_in_compat_is_listed_here() -> None:

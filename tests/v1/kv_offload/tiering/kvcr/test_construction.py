@@ -116,6 +116,16 @@ def test_the_advertised_host_can_be_given() -> None:
     assert rig.channels[0].arguments[2] == "10.0.0.5"
 
 
+def test_a_secret_that_cannot_be_read_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "absent"
+    with pytest.raises(
+        ValueError, match=r"control_secret_file.*absent.*cannot be read"
+    ):
+        StandinRig(control_ports=[7001], control_secret_file=str(file))
+
+
 def test_without_control_ports_there_is_no_channel() -> None:
     rig = StandinRig(secondary_g2_slots=4)
     assert rig.channels == []

@@ -21,8 +21,9 @@ from tests.v1.kv_offload.tiering.kvcr.rig import (
     hinted_request,
     key,
 )
-from tests.v1.kv_offload.tiering.kvcr.standin import HIT
+from tests.v1.kv_offload.tiering.kvcr.standin import AT_PEER, HIT
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.tiering.kvcr.peers.hints import MAX_HINTED_PEERS
 
 HAS_OWN_CARRIER = "kv_hints" in {f.name for f in dataclasses.fields(ReqContext)}
 CARRIERS = ["kv_transfer_params", *(["kv_hints"] if HAS_OWN_CARRIER else [])]
@@ -229,6 +230,100 @@ def test_many_bad_hints_are_few_lines(tier_log: Any) -> None:
         rig.tier.on_new_request(hinted_request(f"r{number}", 7))
         rig.tier.on_schedule_end(None)  # type: ignore[arg-type]
     assert len(tier_log.texts()) == before + 1
+
+
+# --- which peers may be hinted at ------------------------------------------------
+
+
+def endpoints_taken(rig: StandinRig) -> list[str]:
+    return [
+        value["actions"][0]["payload"]["source_control_endpoint"]
+        for _, value in rig.kvcr.hints
+    ]
+
+
+def test_spellings_of_one_peer_reach_kvcr_as_one() -> None:
+    rig = peer_rig()
+    spellings = [
+        "tcp://Peer.Example:80",
+        "tcp://peer.example.:80",
+        "tcp://PEER.example:0080",
+    ]
+    for number, spelling in enumerate(spellings):
+        value = hint(endpoint=spelling)
+        rig.tier.on_new_request(hinted_request(f"r{number}", value))
+        assert value == hint(endpoint=spelling), "vLLM's own object stays as it is"
+    assert endpoints_taken(rig) == ["tcp://peer.example:80"] * 3
+
+
+def test_a_peer_that_is_not_allowed_is_ignored() -> None:
+    rig = peer_rig(allowed_peers=["10.0.0.0/8", "peer.example"])
+    for number, host in enumerate(["11.0.0.1", "other.example", "127.0.0.9"]):
+        value = hint(endpoint=f"tcp://{host}:80")
+        rig.tier.on_new_request(hinted_request(f"r{number}", value))
+    assert rig.kvcr.hints == []
+    assert rig.ignored_hints() == {"not_allowed": 3}
+    for number, host in enumerate(["10.0.0.1", "Peer.Example."]):
+        value = hint(endpoint=f"tcp://{host}:80")
+        rig.tier.on_new_request(hinted_request(f"ok{number}", value))
+    assert endpoints_taken(rig) == ["tcp://10.0.0.1:80", "tcp://peer.example:80"]
+
+
+def test_an_ipv6_endpoint_is_ignored_by_its_own_reason() -> None:
+    rig = peer_rig()
+    rig.tier.on_new_request(hinted_request("r", hint(endpoint="tcp://[::1]:80")))
+    assert rig.kvcr.hints == []
+    assert rig.ignored_hints() == {"ipv6": 1}
+
+
+def test_requests_under_way_are_hinted_at_few_peers() -> None:
+    rig = peer_rig()
+    for number in range(MAX_HINTED_PEERS + 10):
+        value = hint(endpoint=f"tcp://10.0.1.{number + 1}:80")
+        rig.tier.on_new_request(hinted_request(f"r{number}", value))
+    assert len(rig.kvcr.hints) == MAX_HINTED_PEERS
+    assert rig.ignored_hints() == {"too_many_peers": 10}
+    # Another request for one of them is no further peer, and one that ends makes room.
+    again = hint(endpoint="tcp://10.0.1.1:80")
+    rig.tier.on_new_request(hinted_request("again", again))
+    rig.tier.on_request_finished(ReqContext("again"))
+    other = hint(endpoint="tcp://10.0.2.1:80")
+    rig.tier.on_new_request(hinted_request("other", other))
+    assert rig.ignored_hints() == {"too_many_peers": 1}
+    rig.tier.on_request_finished(ReqContext("r1"))
+    rig.tier.on_new_request(hinted_request("other", other))
+    assert rig.ignored_hints() == {}
+
+
+def test_a_peer_of_other_releases_is_ignored() -> None:
+    rig = peer_rig()
+    rig.tier.on_new_request(hinted_request("early", hint([key(1)])))
+    rig.kvcr.statuses[key(1)] = AT_PEER
+    assert rig.lookup(key(1), "early") is LookupResult.HIT
+    rig.tier._hints._is_incompatible = lambda endpoint: endpoint == SOURCE
+    assert rig.lookup(key(1), "early") is LookupResult.MISS
+    assert rig.losses() == {"incompatible_peer": 1}
+    rig.tier.on_new_request(hinted_request("late", hint([key(1)])))
+    assert rig.ignored_hints() == {"incompatible_peer": 1}
+
+
+def test_a_block_looked_up_often_is_pulled_once() -> None:
+    rig = peer_rig(max_pull_blocks=2)
+    for number in range(3):
+        rig.kvcr.statuses[key(number)] = AT_PEER
+    rig.tier.on_new_request(hinted_request("r", hint(map(key, range(3)))))
+    for _ in range(10):
+        assert rig.lookup(key(0)) is LookupResult.HIT
+        assert rig.lookup(key(1)) is LookupResult.HIT
+    assert rig.lookup(key(2)) is LookupResult.MISS
+    assert rig.losses() == {"pull_limit": 1}
+    # Another request has a limit of its own.
+    rig.tier.on_new_request(hinted_request("other", hint(map(key, range(3)))))
+    assert rig.lookup(key(2), "other") is LookupResult.HIT
+    for request_id in ("r", "other"):
+        rig.tier.on_request_finished(ReqContext(request_id))
+    assert rig.tier._hints.requests == {}
+    assert not rig.tier._hints._hinted_at
 
 
 # --- on the real KVCR, which decides what it understands -------------------------

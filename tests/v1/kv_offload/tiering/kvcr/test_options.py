@@ -64,6 +64,10 @@ def test_every_documented_option_exists() -> None:
             PEERS | {"router_capabilities": CAPABILITIES[0]},
             PEERS | {"router_capabilities": CAPABILITIES[:1]},
         ),
+        (
+            PEERS | {"allowed_peers": " Peer.Example. "},
+            PEERS | {"allowed_peers": ["peer.example"]},
+        ),
         ({"secondary_g2_slots": "64"}, POOL),
         (POOL | {"enable_telemetry": "false"}, POOL | {"enable_telemetry": False}),
         (POOL | {"enable_telemetry": "true"}, POOL | {"enable_telemetry": True}),
@@ -166,6 +170,25 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["g3.capacity_bytes_per_file"],
     ),
     "g3 without a pool": (PEERS | {"g3": G3}, ["g3", "secondary_g2_slots"]),
+    "a peer with its port": (
+        PEERS | {"allowed_peers": ["10.0.0.6:7001"]},
+        ["allowed_peers", "10.0.0.6:7001", "without scheme or port"],
+    ),
+    "an IPv6 network of peers": (
+        PEERS | {"allowed_peers": ["fd00::/8"]},
+        ["allowed_peers", "fd00::/8", "IPv4 network"],
+    ),
+    "a network that is an address": (
+        PEERS | {"allowed_peers": "10.0.0.6/8"},
+        ["allowed_peers", "10.0.0.6/8", "host bits"],
+    ),
+    "no peer at all": (PEERS | {"allowed_peers": []}, ["allowed_peers"]),
+    "a secret that the service does not know": (
+        PEERS
+        | {"kvcr_service_socket_path": "/s", "compatibility_digest": "d"}
+        | {"control_secret_file": "/secret"},
+        ["control_secret_file", "kvcr_service_socket_path"],
+    ),
     "nothing to do": ({}, ["secondary_g2_slots", "control_ports"]),
     "an unknown locality": (POOL | {"locality": "NEAR"}, ["locality"]),
 }

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from kvcr import ROUTER_HINT_CAPABILITIES
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -24,6 +25,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+
+from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import peer_pattern
 
 _LEAST_FILE_TIMEOUT_MS = 60_000
 _LOAD_TIMEOUT_MS = 1000
@@ -118,6 +121,19 @@ class TierConfig(_Options):
         Annotated[tuple[Name, ...], BeforeValidator(_one_or_more)] | None
     ) = None
     """What the router can do; must cover what KVCR's hints need. Default: that."""
+
+    allowed_peers: (
+        Annotated[
+            tuple[Annotated[str, AfterValidator(peer_pattern)], ...],
+            BeforeValidator(_one_or_more),
+            Field(min_length=1),
+        ]
+        | None
+    ) = None
+    """Host names, IPv4 addresses and networks that hints may name; default: any."""
+
+    control_secret_file: Path | None = None
+    """A file with a secret that every peer's control messages must be signed with."""
 
     eager_ctrl_connect: bool = True
     """Connect to a hinted peer when the hint arrives, not at the first load."""
@@ -239,6 +255,12 @@ class TierConfig(_Options):
             raise ValueError(
                 "kvcr_service_socket_path needs control_ports: the service answers on "
                 "that port when this engine is gone"
+            )
+        if self.kvcr_service_socket_path is not None and self.control_secret_file:
+            raise ValueError(
+                "control_secret_file cannot be combined with kvcr_service_socket_path: "
+                "the service, which answers peers when this engine is gone, knows no "
+                "secret; leave one of them out"
             )
         if not self.serves_peers and not self.secondary_g2_slots:
             raise ValueError(

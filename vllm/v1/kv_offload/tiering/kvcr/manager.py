@@ -55,6 +55,7 @@ from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import LOOKUPS
 from vllm.v1.kv_offload.tiering.kvcr.config import parse_options, telemetry_enabled
 from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
 from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace, make_namespace
+from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import AllowedPeers
 from vllm.v1.kv_offload.tiering.kvcr.peers.hints import Hints, own_endpoints
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES, Liveness, Standing
 from vllm.v1.kv_offload.tiering.kvcr.peers.pins import Pins
@@ -209,9 +210,10 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             kvcr,
             self._liveness,
             self._losses,
-            endpoints,
-            setup.max_pull_blocks(config, primary),
-            self._fail,
+            own_endpoints=endpoints,
+            max_pull_blocks=setup.max_pull_blocks(config, primary),
+            allowed=AllowedPeers(config.allowed_peers),
+            is_incompatible=self._backend.is_incompatible,
         )
         self._hinted = self._hints.requests
         # Stand-ins for KVCR in vLLM's tests deliver, and do not fetch.
@@ -282,12 +284,18 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self._usable:
             self._backoff.begin(req_context.req_id)
-            self._hints.accept(req_context)
+            try:
+                self._hints.accept(req_context)
+            except Exception as error:
+                self._fail(error)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._hints.finish(req_context.req_id)
         self._backoff.finish(req_context.req_id)
+        try:
+            self._hints.finish(req_context.req_id)
+        except Exception as error:
+            self._fail(error)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         if self._recency is None or not self._usable:
@@ -417,34 +425,34 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self, key: OffloadKey, request_id: str, tier: CacheTier | None
     ) -> LookupResult:
         """A hinted peer or a file may have it; whether to ask is decided here."""
+        reason: Lost | None = None
         if tier is _REMOTE:
             source = self._hints.endpoint(request_id)
             if source is None:
                 return _LOOKUP_HIT
+            reason = self._hints.why_not(request_id)
         else:
             source = FILES
-        standing = self._liveness.standing(source)
-        if not self._stages and standing is Standing.UNKNOWN:
-            standing = Standing.USABLE
-        if standing is not Standing.USABLE:
-            if standing is Standing.UNKNOWN:
-                self._staging.introduce(source, self._prefix + key, request_id)
-            if source is FILES:
+            if self._liveness.is_down(FILES):
                 reason = Lost.DISK_STALLED
-            elif standing is Standing.UNKNOWN:
-                reason = Lost.INTRODUCING
-            else:
-                reason = Lost.PEER_DOWN
-        elif source is FILES:
-            return _LOOKUP_HIT
-        elif self._stages and self._staging.peer_room <= 0:
-            reason = Lost.LANDING_FULL
-        elif not self._hints.claim_pull(request_id):
+        if reason is None and self._stages:
+            reason = self._why_not_staged(key, request_id, source)
+        if reason is None:
+            if source is FILES or self._hints.claim_pull(request_id, key):
+                return _LOOKUP_HIT
             reason = Lost.PULL_LIMIT
-        else:
-            return _LOOKUP_HIT
         self._losses.add(reason)
         return _LOOKUP_MISS
+
+    def _why_not_staged(
+        self, key: OffloadKey, request_id: str, source: str
+    ) -> Lost | None:
+        """Why a block cannot be staged from a source that is not cooling down."""
+        if self._liveness.standing(source) is not Standing.USABLE:
+            self._staging.introduce(source, self._prefix + key, request_id)
+            return Lost.DISK_STALLED if source is FILES else Lost.INTRODUCING
+        full = source is not FILES and self._staging.peer_room <= 0
+        return Lost.LANDING_FULL if full else None
 
     def _submit(
         self, submit: Callable[[TransferJob], None], job_metadata: TransferJob

@@ -69,6 +69,7 @@ def test_a_port_where_nobody_listens_costs_one_wait(
     monkeypatch.setattr(peers_module, "FIRST_COOLDOWN_S", 600.0)
     engine: ManagedEngine = managed(options(), rows=64)
     nobody = free_port()
+    room = engine.probe.landing_room
     waves = []
     for wave in range(100):
         requests = []
@@ -83,8 +84,9 @@ def test_a_port_where_nobody_listens_costs_one_wait(
     assert max(request.seconds for request in first) < 3 * OPERATION_S
     assert {request.steps for request in rest} == {1}, "no other has waited at all"
     assert set(engine.load_jobs) <= {request.context.req_id for request in first}
-    # The one block that was asked for may still be written, for all KVCR knows.
-    assert retained_by(engine) == 2
+    # What never left cannot be answered: nobody can still write.
+    assert engine.probe.landing_room == room
+    assert retained_by(engine) == 0
 
 
 def test_after_a_pause_it_is_asked_again(

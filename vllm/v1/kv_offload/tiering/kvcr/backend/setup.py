@@ -24,6 +24,7 @@ from kvcr.config import (
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.config import G3Config, OptionError, TierConfig
 from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace
+from vllm.v1.kv_offload.tiering.kvcr.peers.greeting import read_secret
 from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import Limits
 
 _LANDING_POOL_BYTES = 256 << 20
@@ -107,6 +108,23 @@ def warnings(config: TierConfig, events: Any) -> list[str]:
 
 def advertise_host(config: TierConfig) -> str:
     return config.control_advertise_host or socket.gethostname()
+
+
+def control_secret(config: TierConfig) -> bytes | None:
+    """What control messages are signed with, where they are.
+
+    Raises:
+        OptionError: the file cannot be used.
+    """
+    if config.control_secret_file is None or not config.serves_peers:
+        return None
+    try:
+        return read_secret(config.control_secret_file)
+    except ValueError as error:
+        raise OptionError(
+            f"kvcr tier: control_secret_file = {str(config.control_secret_file)!r}: "
+            f"{error}"
+        ) from error
 
 
 def pool_slots(config: TierConfig, primary: Primary) -> tuple[int, str]:

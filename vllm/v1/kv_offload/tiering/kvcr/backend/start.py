@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.tiering.kvcr.backend.pool import PoolMemory
 from vllm.v1.kv_offload.tiering.kvcr.backend.protocol import KvcrApi
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.config import TierConfig
+from vllm.v1.kv_offload.tiering.kvcr.peers.channel import PeerChannel, guard_channel
 
 CLOSE_TIMEOUT_S = 20.0
 """Must exceed what KVCR gives its operations, 5 s, and then its thread, 10 s."""
@@ -83,6 +84,11 @@ class Backend:
 
     closer: Closer
 
+    def is_incompatible(self, endpoint: str) -> bool:
+        """Whether a peer said that it runs other releases."""
+        channel = self._channel
+        return isinstance(channel, PeerChannel) and channel.is_incompatible(endpoint)
+
     def stop(self) -> bool:
         """Close KVCR and give its memory back; whether native code let go of it."""
         if not self.closer.wait(CLOSE_TIMEOUT_S):
@@ -110,15 +116,19 @@ class Backend:
             )
             pool = (self._pool.address, self._pool.size)
         if port is not None:
-            self._channel = self._natives.channel(
+            secret = setup.control_secret(config)
+            channel = self._natives.channel(
                 config.control_host, port, setup.advertise_host(config)
             )
+            self._channel = guard_channel(channel, secret)
         self.kvcr = self._natives.kvcr(
             setup.kvcr_config(config, primary, agent),
             KVCRBindings(framework_control=self._channel, **bindings),
             setup.backend_configs(config, primary, pool),
             guard,
         )
+        if isinstance(self._channel, PeerChannel):
+            self._channel.when_closed(shims.peer_forgetter(self.kvcr))
         if guard is not None:
             self.slots = (shims.service_pool_bytes(self.kvcr) or 0) // primary.row_bytes
 

@@ -194,6 +194,28 @@ def service_pool_bytes(kvcr_instance: object) -> int | None:
         return None
 
 
+def peer_forgetter(kvcr_instance: object) -> Callable[[str], None]:
+    """What drops all that KVCR remembers of a control endpoint.
+
+    To be called on KVCR's progress thread. Afterwards the endpoint is one that was
+    never heard of. KVCR keeps it for good otherwise, and no release has a public way.
+    Can go once one has.
+    """
+    backend = getattr(getattr(kvcr_instance, "_core", None), "_remote_fw_dram", None)
+    acknowledged = getattr(backend, "_metadata_acked_sources", None)
+    retries = getattr(backend, "_metadata_retry_after", None)
+    incarnations = getattr(getattr(backend, "_dangling_ops", None), "sources", None)
+
+    def forget(endpoint: str) -> None:
+        if isinstance(acknowledged, set):
+            acknowledged.discard(endpoint)
+        for table in (retries, incarnations):
+            if isinstance(table, dict):
+                table.pop(endpoint, None)
+
+    return forget
+
+
 def native_alive_after(error: BaseException) -> bool:
     """Whether a failed start of KVCR left native code that may touch the buffers.
 

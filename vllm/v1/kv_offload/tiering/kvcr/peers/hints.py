@@ -3,14 +3,15 @@
 """From a request's routing metadata to KVCR's hints.
 
 Hints come from outside: from routers, and from anyone who may send a request. Failure
-model: no hint raises out of here; one that cannot be used is counted and the request
-is served as if it had none. Runs on the thread that drives the tier.
+model: a hint that cannot be used is counted, and the request is served as if it had
+none; what raises is that KVCR is gone. Runs on the thread that drives the tier.
 """
 
-import re
 import socket
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -18,13 +19,20 @@ import msgspec
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import Fault, fault_of
+from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import (
+    AllowedPeers,
+    EndpointError,
+    parse_endpoint,
+)
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import Liveness
-from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Losses
+from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Losses, Lost
 
 MAX_HASHES = 1 << 17
 """KVCR reads hashes one by one on the engine's thread: this many take about 15 ms."""
 
-_ENDPOINT = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[^\s/:\[\]]+):([0-9]{1,5})")
+MAX_HINTED_PEERS = 64
+"""Peers that the requests under way may be hinted at; half of the connections."""
+
 _FETCH = "kv.fetch"
 
 
@@ -39,7 +47,8 @@ class HintSink(Protocol):
 @dataclass(slots=True)
 class _RequestHint:
     endpoint: str | None
-    pulled: int = 0
+    pulled: set[bytes] = field(default_factory=set)
+    """Blocks that were found at the peer: ``max_pull_blocks`` at most."""
 
 
 class _Unusable(Exception):
@@ -54,7 +63,8 @@ class Hints:
     Args:
         own_endpoints: This engine's own control endpoints; ``None`` without peers.
         max_pull_blocks: Most blocks that one request may pull from a peer.
-        on_backend_error: Told of an exception that means KVCR is gone.
+        allowed: The peers that may be pulled from.
+        is_incompatible: Whether a peer said that it runs other releases.
     """
 
     def __init__(
@@ -62,16 +72,20 @@ class Hints:
         sink: HintSink,
         peers: Liveness,
         losses: Losses,
+        *,
         own_endpoints: Collection[str] | None,
         max_pull_blocks: int,
-        on_backend_error: Callable[[Exception], None],
+        allowed: AllowedPeers,
+        is_incompatible: Callable[[str], bool],
     ) -> None:
         self._sink = sink
         self._peers = peers
         self._losses = losses
         self._own_endpoints = own_endpoints
         self._max_pull_blocks = max_pull_blocks
-        self._on_backend_error = on_backend_error
+        self._allowed = allowed
+        self._is_incompatible = is_incompatible
+        self._hinted_at: Counter[str] = Counter()
         self.requests: dict[str, _RequestHint] = {}
         """By request id; read on the hot path, written only here."""
 
@@ -94,38 +108,45 @@ class Hints:
         except Exception as error:
             if fault_of(error) is Fault.HINT:
                 self._losses.ignore_hint(_why_rejected(plain), error)
-            else:
-                self._on_backend_error(error)
-            return
+                return
+            raise
         self.requests[request_id] = _RequestHint(endpoint)
+        if endpoint is not None:
+            self._hinted_at[endpoint] += 1
 
     def finish(self, request_id: str) -> None:
         """Discard a request's hint."""
-        if self.requests.pop(request_id, None) is None:
+        hint = self.requests.pop(request_id, None)
+        if hint is None:
             return
-        try:
-            self._sink.discard_hint(request_id)
-        except Exception as error:
-            self._on_backend_error(error)
+        if hint.endpoint is not None:
+            self._hinted_at[hint.endpoint] -= 1
+            if not self._hinted_at[hint.endpoint]:
+                del self._hinted_at[hint.endpoint]
+        self._sink.discard_hint(request_id)
 
     def endpoint(self, request_id: str) -> str | None:
         """The peer that a request was hinted at."""
         hint = self.requests.get(request_id)
         return hint.endpoint if hint is not None else None
 
-    def peer_is_down(self, request_id: str) -> bool:
-        """Whether that peer is being left alone."""
+    def why_not(self, request_id: str) -> Lost | None:
+        """Why a request shall not pull from that peer now, if there is a reason."""
         endpoint = self.endpoint(request_id)
-        return endpoint is not None and self._peers.is_down(endpoint)
+        if endpoint is None:
+            return None
+        if self._is_incompatible(endpoint):
+            return Lost.INCOMPATIBLE_PEER
+        return Lost.PEER_DOWN if self._peers.is_down(endpoint) else None
 
-    def claim_pull(self, request_id: str) -> bool:
-        """Count one more block pulled by a request, unless it may pull no more."""
+    def claim_pull(self, request_id: str, key: bytes) -> bool:
+        """Count a block among those a request pulls, unless it may pull no more."""
         hint = self.requests.get(request_id)
-        if hint is None:
+        if hint is None or key in hint.pulled:
             return True
-        if hint.pulled >= self._max_pull_blocks:
+        if len(hint.pulled) >= self._max_pull_blocks:
             return False
-        hint.pulled += 1
+        hint.pulled.add(key)
         return True
 
     def _usable_endpoint(self, hints: dict[str, Any]) -> str | None:
@@ -143,20 +164,42 @@ class Hints:
         endpoint = payload.get("source_control_endpoint")
         if not isinstance(endpoint, str):
             return None
-        match = _ENDPOINT.fullmatch(endpoint)
-        if match is None or not 0 < int(match[2]) < 1 << 16:
-            raise _Unusable("bad_endpoint", f"{endpoint[:80]!r} is no tcp://host:port")
+        try:
+            parsed = parse_endpoint(endpoint)
+        except EndpointError as error:
+            raise _Unusable(error.reason, str(error)) from error
+        # One spelling, so that KVCR keeps one connection and one record of it.
+        payload["source_control_endpoint"] = endpoint = str(parsed)
         if endpoint in self._own_endpoints:
             raise _Unusable("own_endpoint", "it names this engine itself")
+        if not self._allowed.admit(parsed):
+            raise _Unusable(
+                "not_allowed", f"{endpoint[:80]} is not among allowed_peers"
+            )
+        if self._is_incompatible(endpoint):
+            raise _Unusable(
+                "incompatible_peer",
+                f"{endpoint[:80]} runs other releases of kvcr or nixl",
+            )
         if self._peers.is_down(endpoint):
             raise _Unusable("peer_down", f"{endpoint[:80]} did not answer lately")
+        if len(self._hinted_at) >= MAX_HINTED_PEERS and endpoint not in self._hinted_at:
+            raise _Unusable(
+                "too_many_peers",
+                f"requests under way are hinted at {MAX_HINTED_PEERS} peers already",
+            )
         return endpoint
 
 
 def own_endpoints(bind_host: str, advertise_host: str, port: int) -> frozenset[str]:
     """Every way in which a hint may name this engine's control endpoint."""
     hosts = {bind_host, advertise_host, socket.gethostname(), "localhost", "127.0.0.1"}
-    return frozenset(f"tcp://{host}:{port}" for host in hosts)
+    endpoints = set()
+    for host in hosts:
+        # A wildcard is none, and cannot be hinted at either.
+        with suppress(EndpointError):
+            endpoints.add(str(parse_endpoint(f"tcp://{host}:{port}")))
+    return frozenset(endpoints)
 
 
 def _fits(hints: object) -> bool:

@@ -79,6 +79,10 @@ class Lost(Enum):
         "the g3 files did not answer lately and are left alone for a while; check "
         "their disk",
     )
+    INCOMPATIBLE_PEER = (
+        "incompatible_peer",
+        "a hinted peer runs other releases of kvcr or nixl; both engines need the same",
+    )
     LANDING_FULL = (
         "landing_full",
         "peers that died still own KVCR's memory; restart this engine",

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The connections to peers that this engine has opened: few, whatever is asked for.
+
+Hints and peers name the endpoints, so the number of connections, what waits in them and
+the time spent on host names are bounded here. A message waits until its peer is
+connected; where it never was, the caller learns that the message never left. The
+sockets have a ZeroMQ context of their own, so that they cannot use up the process's.
+
+All of it runs on KVCR's progress thread.
+"""
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import (
+    Endpoint,
+    EndpointError,
+    parse_endpoint,
+)
+from vllm.v1.kv_offload.tiering.kvcr.peers.resolver import Resolver
+
+MAX_CONNECTIONS = 128
+MAX_SOCKETS = MAX_CONNECTIONS + 64
+"""ZeroMQ closes sockets on a thread of its own, and may be a few behind."""
+MAX_HELD = 256
+"""Messages that wait for one peer; more than the pulls that can be under way."""
+_MAX_HELD_BYTES = 4 << 20
+_MAX_OPENED = 8
+"""Connections opened for introductions between two polls: each takes up to a
+millisecond of a thread that KVCR declares stalled after one operation timeout."""
+_IDLE_S = 300.0
+"""When an unused connection is closed. ZeroMQ dials for as long as it is open."""
+_SWEEP_S = 10.0
+_FIRST_TRY_S, _LAST_TRY_S = 0.001, 0.1
+_NAME_LIFETIME_S = 30.0
+# Milliseconds.
+_CONNECT_TIMEOUT, _RECONNECT, _LONGEST_RECONNECT = 5000, 100, 1000
+
+
+@dataclass(slots=True)
+class _Held:
+    message: bytes
+    write: int | None
+    once: bool
+
+
+@dataclass(slots=True)
+class _Connection:
+    endpoint: Endpoint
+    used_at: float
+    pulls: bool = False
+    """Whether blocks were asked for over it."""
+    socket: zmq.Socket | None = None
+    address: str | None = None
+    asked_at: float = float("-inf")
+    held: deque[_Held] = field(default_factory=deque)
+    held_bytes: int = 0
+    held_since: float = 0.0
+    try_at: float = 0.0
+
+
+class Connections:
+    """Sockets by endpoint, the least recently used first.
+
+    Args:
+        on_closed: Told of an endpoint whose connection is closed, and of the writes
+            asked for in messages that never left.
+    """
+
+    def __init__(
+        self,
+        on_closed: Callable[[str, list[int]], None],
+        resolver: Resolver | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._on_closed = on_closed
+        self._resolver = Resolver() if resolver is None else resolver
+        self._clock = clock
+        self._context: zmq.Context | None = None
+        self._connections: OrderedDict[str, _Connection] = OrderedDict()
+        self._waiting: dict[str, _Connection] = {}
+        self._sweep_at = 0.0
+        self._opened = 0
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def __contains__(self, endpoint: str) -> bool:
+        return endpoint in self._connections
+
+    def send(
+        self,
+        endpoint: str,
+        message: bytes,
+        *,
+        write: int | None = None,
+        pulls: bool = False,
+        once: bool = False,
+    ) -> bool:
+        """Send a message, now or once the peer is connected.
+
+        Args:
+            write: The operation that the message asks a write for, if it does.
+            pulls: Whether the message is about blocks; such a connection is kept
+                longer than others.
+            once: Whether one such message is as good as several.
+        """
+        connection = self._connections.get(endpoint)
+        if connection is None:
+            if once and self._opened >= _MAX_OPENED:
+                return False
+            connection = self._open(endpoint)
+            if connection is None:
+                return False
+        now = self._clock()
+        connection.used_at = now
+        connection.pulls = connection.pulls or pulls
+        self._connections.move_to_end(endpoint)
+        if connection.endpoint.address is None:
+            self._keep_resolved(connection, now)
+        if not connection.held and self._sent(connection, message):
+            return True
+        if once and any(held.once for held in connection.held):
+            return True
+        return self._hold(endpoint, connection, _Held(message, write, once), now)
+
+    def withdraw(self, endpoint: str, write: int) -> bool:
+        """Take back the message that asks for a write, if it has not left yet."""
+        connection = self._connections.get(endpoint)
+        for held in connection.held if connection is not None else ():
+            if held.write == write:
+                assert connection is not None
+                connection.held.remove(held)
+                connection.held_bytes -= len(held.message)
+                return True
+        return False
+
+    def flush(self) -> None:
+        """Send what waited; close what nobody uses. Called at each poll."""
+        self._opened = 0
+        for host, address in self._resolver.take():
+            self._resolved(host, address)
+        if not self._connections:
+            return
+        now = self._clock()
+        if now >= self._sweep_at:
+            self._sweep_at = now + _SWEEP_S
+            self._drop_idle(now)
+        for endpoint, connection in list(self._waiting.items()):
+            if now < connection.try_at:
+                continue
+            if connection.socket is None:
+                self._keep_resolved(connection, now)
+            while connection.held and self._sent(
+                connection, connection.held[0].message
+            ):
+                connection.held_bytes -= len(connection.held.popleft().message)
+            if connection.held:
+                _try_later(connection, now)
+            else:
+                del self._waiting[endpoint]
+
+    def drop(self, endpoint: str) -> None:
+        """Close a connection."""
+        connection = self._connections.pop(endpoint)
+        self._waiting.pop(endpoint, None)
+        if connection.socket is not None:
+            connection.socket.close()
+        writes = [held.write for held in connection.held if held.write is not None]
+        self._on_closed(endpoint, writes)
+
+    def close(self) -> None:
+        self._connections.clear()
+        self._waiting.clear()
+        self._resolver.close()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+    # --- inside ----------------------------------------------------------------------
+
+    def _open(self, endpoint: str) -> _Connection | None:
+        try:
+            parsed = parse_endpoint(endpoint)
+        except EndpointError:
+            return None
+        while len(self._connections) >= MAX_CONNECTIONS:
+            self.drop(self._least_useful())
+        self._opened += 1
+        connection = _Connection(parsed, self._clock())
+        address = parsed.address or self._resolver.known(parsed.host)
+        if address is not None and not self._connect(connection, str(address)):
+            return None
+        self._connections[endpoint] = connection
+        return connection
+
+    def _drop_idle(self, now: float) -> None:
+        idle = [
+            endpoint
+            for endpoint, connection in self._connections.items()
+            if now - connection.used_at > _IDLE_S
+            # What waits for a peer that was pulled from can give memory back.
+            and not (connection.pulls and connection.held)
+        ]
+        for endpoint in idle:
+            self.drop(endpoint)
+
+    def _least_useful(self) -> str:
+        """The oldest that was never pulled from, or else the oldest."""
+        for endpoint, connection in self._connections.items():
+            if not connection.pulls:
+                return endpoint
+        return next(iter(self._connections))
+
+    def _connect(self, connection: _Connection, address: str) -> bool:
+        if connection.socket is not None:
+            connection.socket.close()
+            connection.socket = None
+        if self._context is None:
+            self._context = zmq.Context()
+            self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        try:
+            socket = self._context.socket(zmq.PUSH)
+        except zmq.ZMQError:
+            return False
+        socket.setsockopt(zmq.LINGER, 0)
+        # Without it a message for a peer that never was there would count as sent.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.SNDHWM, MAX_HELD)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT)
+        try:
+            socket.connect(f"tcp://{address}:{connection.endpoint.port}")
+        except zmq.ZMQError:
+            socket.close()
+            return False
+        connection.socket, connection.address = socket, address
+        return True
+
+    def _sent(self, connection: _Connection, message: bytes) -> bool:
+        socket = connection.socket
+        if socket is None or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+            return False
+        try:
+            socket.send(message, flags=zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def _hold(
+        self, endpoint: str, connection: _Connection, held: _Held, now: float
+    ) -> bool:
+        size = connection.held_bytes + len(held.message)
+        if len(connection.held) >= MAX_HELD or (
+            connection.held and size > _MAX_HELD_BYTES
+        ):
+            return False
+        connection.held.append(held)
+        connection.held_bytes = size
+        if endpoint not in self._waiting:
+            self._waiting[endpoint] = connection
+            connection.held_since = now
+            _try_later(connection, now)
+        return True
+
+    def _keep_resolved(self, connection: _Connection, now: float) -> None:
+        """Ask now and then whether a name still means the address connected to."""
+        if now - connection.asked_at > _NAME_LIFETIME_S and self._resolver.ask(
+            connection.endpoint.host
+        ):
+            connection.asked_at = now
+
+    def _resolved(self, host: str, address: str | None) -> None:
+        for endpoint, connection in list(self._connections.items()):
+            if connection.endpoint.host != host:
+                continue
+            if address is None:
+                if connection.socket is None:
+                    self.drop(endpoint)
+            elif address != connection.address and not self._connect(
+                connection, address
+            ):
+                self.drop(endpoint)
+
+
+def _try_later(connection: _Connection, now: float) -> None:
+    """Soon at first, and then at longer and longer intervals."""
+    waited = now - connection.held_since
+    connection.try_at = now + min(_LAST_TRY_S, max(_FIRST_TRY_S, waited / 4))

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What this adapter adds to KVCR's control messages, and reads from them.
+
+KVCR's messages are MessagePack maps, of which it ignores the fields that it does not
+know. One more field says which releases the sender runs; with a shared secret a last
+one authenticates the whole message. Peers without this adapter and the KVCR service
+ignore both fields, and send neither.
+"""
+
+import hmac
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+_FIELD = "vllm_kvcr"
+_DIGEST = "sha256"
+_DIGEST_BYTES = 32
+_encode = msgspec.msgpack.encode
+# The last field: its name, the mark of 32 bytes, and the 32 bytes.
+_MAC_FIELD = _encode(f"{_FIELD}_mac") + b"\xc4\x20"
+_SEALED_BYTES = len(_MAC_FIELD) + _DIGEST_BYTES
+LEAST_SECRET_BYTES = 16
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """The releases that decide what goes over the wire; empty where not known."""
+
+    kvcr: str = ""
+    nixl: str = ""
+
+    def fits(self, other: "Versions") -> bool:
+        """Whether the two can exchange blocks, as far as is known.
+
+        Neither KVCR's messages nor NIXL's metadata promise to be understood by another
+        release, and a receiver that is written to by one has crashed.
+        """
+        return all(
+            ours == theirs or not ours or not theirs
+            for ours, theirs in ((self.kvcr, other.kvcr), (self.nixl, other.nixl))
+        )
+
+    def __str__(self) -> str:
+        return f"kvcr {self.kvcr or '?'} with nixl {self.nixl or '?'}"
+
+
+class Message(msgspec.Struct):
+    """The fields of a control message that are looked at here."""
+
+    type: str = ""
+    op_handle: int | None = None
+    sender_control_endpoint: str | None = None
+    source_control_endpoint: str | None = None
+    vllm_kvcr: Versions | None = None
+
+
+_DECODER = msgspec.msgpack.Decoder(Message)
+
+
+def read(message: bytes) -> Message | None:
+    """The fields of a message; ``None`` for what is not worth showing to KVCR.
+
+    Among that is what is nested so deeply that decoding it would end KVCR's thread.
+    """
+    try:
+        return _DECODER.decode(message)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Seals what is sent, and tells what may be received."""
+
+    versions: Versions
+    secret: bytes | None = None
+
+    def seal(self, message: bytes) -> bytes:
+        """``message``, a map of KVCR's, with the fields described above."""
+        count, start = _map_header(message)
+        body = message[start:] + _encode(_FIELD) + _encode(self.versions)
+        if self.secret is None:
+            return _new_header(count + 1) + body
+        body = _new_header(count + 2) + body
+        return body + _MAC_FIELD + hmac.digest(self.secret, body, _DIGEST)
+
+    def is_authentic(self, message: bytes) -> bool:
+        """Whether the sender knows the secret, where there is one."""
+        if self.secret is None:
+            return True
+        body = message[:-_SEALED_BYTES]
+        if message[len(body) : -_DIGEST_BYTES] != _MAC_FIELD:
+            return False
+        expected = hmac.digest(self.secret, body, _DIGEST)
+        return hmac.compare_digest(message[-_DIGEST_BYTES:], expected)
+
+
+def read_secret(file: Path) -> bytes:
+    """The shared secret, without the white space around it.
+
+    Raises:
+        ValueError: the file cannot be read, or holds too little.
+    """
+    try:
+        secret = file.read_bytes().strip()
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror or error}") from error
+    if len(secret) < LEAST_SECRET_BYTES:
+        raise ValueError(
+            f"holds {len(secret)} bytes, at least {LEAST_SECRET_BYTES} are needed; "
+            "make one with: openssl rand -hex 32"
+        )
+    return secret
+
+
+def _map_header(message: bytes) -> tuple[int, int]:
+    """How many fields a map has, and where the first begins."""
+    if message[:1] == b"\xde":
+        return int.from_bytes(message[1:3], "big"), 3
+    if not message or message[0] & 0xF0 != 0x80:
+        raise ValueError("no MessagePack map")
+    return message[0] & 0x0F, 1
+
+
+def _new_header(count: int) -> bytes:
+    return bytes([0x80 | count]) if count < 16 else b"\xde" + count.to_bytes(2, "big")

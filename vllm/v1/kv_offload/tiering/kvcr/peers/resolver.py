@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Host names to addresses, on threads of its own.
+
+ZeroMQ would resolve a name on the thread that serves all of its sockets, and a name
+server that does not answer would hold up every peer. Here it holds up names only.
+"""
+
+import queue
+import socket
+import threading
+from collections import OrderedDict
+
+_THREADS = 4
+_MOST_WAITING = 64
+_MOST_KNOWN = 1024
+
+
+class Resolver:
+    """Driven by one thread, which asks, takes answers and is never made to wait."""
+
+    def __init__(self) -> None:
+        self._questions: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+        self._asked: set[str] = set()
+        self._known: OrderedDict[str, str] = OrderedDict()
+        self._threads = 0
+
+    def known(self, host: str) -> str | None:
+        """The address that a host had when it was last resolved."""
+        return self._known.get(host)
+
+    def ask(self, host: str) -> bool:
+        """Have a name resolved; false where too many wait already."""
+        if host in self._asked:
+            return True
+        if len(self._asked) >= _MOST_WAITING:
+            return False
+        self._asked.add(host)
+        self._questions.put(host)
+        if self._threads < _THREADS:
+            self._threads += 1
+            # A daemon, since nothing can end a lookup that hangs.
+            threading.Thread(
+                target=_work,
+                args=(self._questions, self._answers),
+                name="kvcr-tier-names",
+                daemon=True,
+            ).start()
+        return True
+
+    def take(self) -> list[tuple[str, str | None]]:
+        """Names with their addresses, or ``None`` where they have none."""
+        if not self._asked:
+            return []
+        taken = []
+        while not self._answers.empty():
+            host, address = self._answers.get()
+            self._asked.discard(host)
+            if address is not None:
+                self._known[host] = address
+                self._known.move_to_end(host)
+                if len(self._known) > _MOST_KNOWN:
+                    self._known.popitem(last=False)
+            taken.append((host, address))
+        return taken
+
+    def close(self) -> None:
+        """Have the threads end as soon as they can."""
+        for _ in range(self._threads):
+            self._questions.put("")
+
+
+def _work(
+    questions: "queue.SimpleQueue[str]",
+    answers: "queue.SimpleQueue[tuple[str, str | None]]",
+) -> None:
+    while host := questions.get():
+        answers.put((host, _resolve(host)))
+
+
+def _resolve(host: str) -> str | None:
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return None
+    return str(found[0][4][0])
