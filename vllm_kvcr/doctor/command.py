@@ -8,11 +8,11 @@ A check that cannot run is a warning; none ends the others.
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 
 from vllm_kvcr.doctor.finding import Finding, Status, warn
 from vllm_kvcr.doctor.report import Entry, record, show
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(name: str, setting: Setting) -> Iterator[Finding]:
     """One check's findings, whatever happens in it."""
     try:
-        yield from importlib.import_module(f"vllm_kvcr.doctor.{name}").check(setting)
+        yield from import_module(f"vllm_kvcr.doctor.{name}").check(setting)
     except Exception as error:
         yield warn(
             f"this check could not run: {type(error).__name__}: {error}",
