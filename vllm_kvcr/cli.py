@@ -23,6 +23,12 @@ COMMANDS = {
     "demo": Command(
         "vllm_kvcr.demo", "run a small vLLM engine on the CPU, served by the KVCR tier"
     ),
+    "doctor": Command(
+        "vllm_kvcr.doctor.command", "check whether this machine can run a configuration"
+    ),
+    "guard": Command(
+        "vllm_kvcr.guard", "start the KVCR service that a configuration needs"
+    ),
 }
 
 

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What the doctor says of the files of ``g3``, on a real file system."""
+
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.vllm_kvcr.doctor.asking import failures, setting, the_only
+from vllm_kvcr.doctor import files
+from vllm_kvcr.doctor.finding import Status
+
+CAPACITY = 64 << 10
+
+
+@pytest.fixture
+def folder():
+    # One in memory may take no direct I/O.
+    with tempfile.TemporaryDirectory(prefix="kvcr-test-", dir="/var/tmp") as path:
+        yield Path(path)
+
+
+def g3(*paths: Path, **tier: Any) -> dict[str, Any]:
+    files = {"paths": [str(p) for p in paths], "capacity_bytes_per_file": CAPACITY}
+    return {"secondary_g2_slots": 4, "g3": files, **tier}
+
+
+def test_without_files_there_is_nothing_to_check():
+    assert the_only("files", setting({"secondary_g2_slots": 1})).status is Status.OK
+
+
+def test_a_file_that_can_be_created_is_good_and_is_not_created(folder):
+    told = the_only("files", setting(g3(folder / "sub" / "kv.g3")))
+    assert told.status is Status.OK
+    assert told.data["filesystem"] in told.text
+    assert told.data["free"] > CAPACITY
+    assert list(folder.iterdir()) == []
+
+
+def test_a_file_of_the_right_size_is_good(folder):
+    path = folder / "kv.g3"
+    path.write_bytes(bytes(CAPACITY))
+    assert the_only("files", setting(g3(path))).status is Status.OK
+    # As an engine takes it afterwards.
+    with path.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_locked_file_names_who_has_it(folder):
+    path = folder / "kv.g3"
+    path.write_bytes(bytes(CAPACITY))
+    with path.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (text,) = failures("files", setting(g3(path)))
+    assert f"process {os.getpid()}" in text
+
+
+def test_a_lock_whose_holder_is_unknown_still_fails(folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(files, "LOCKS", tmp_path / "absent")
+    path = folder / "kv.g3"
+    path.write_bytes(bytes(CAPACITY))
+    with path.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (text,) = failures("files", setting(g3(path)))
+    assert "another process" in text
+
+
+def test_a_file_of_another_size_fails(folder):
+    path = folder / "kv.g3"
+    path.write_bytes(bytes(CAPACITY // 2))
+    (text,) = failures("files", setting(g3(path)))
+    assert str(CAPACITY // 2) in text
+
+
+def test_capacity_is_rounded_down_to_chunks_where_their_size_is_known(folder):
+    path = folder / "kv.g3"
+    path.write_bytes(bytes(48 << 10))
+    assert failures("files", setting(g3(path), chunk_bytes=48 << 10)) == []
+    assert failures("files", setting(g3(path), chunk_bytes=32 << 10)) != []
+
+
+def test_what_is_no_file_fails(folder):
+    (text,) = failures("files", setting(g3(folder)))
+    assert "is not a file" in text
+    (folder / "plain").write_bytes(b"")
+    (text,) = failures("files", setting(g3(folder / "plain" / "kv.g3")))
+    assert "not a folder" in text or "Not a directory" in text
+
+
+def test_what_cannot_be_written_fails(folder, monkeypatch):
+    # Permissions do not bind root, as which tests may run.
+    monkeypatch.setattr(files.os, "access", lambda path, mode: False)
+    (text,) = failures("files", setting(g3(folder / "kv.g3")))
+    assert "cannot be written" in text
+
+
+def test_a_full_file_system_fails(folder, monkeypatch):
+    usage = SimpleNamespace(free=CAPACITY - 1)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage)
+    (text,) = failures("files", setting(g3(folder / "kv.g3")))
+    assert "are free" in text
+
+
+def test_a_file_system_without_direct_io_fails(folder, monkeypatch):
+    def refuse(path: Any, flags: int) -> int:
+        assert flags & os.O_DIRECT
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(files.os, "open", refuse)
+    path = folder / "kv.g3"
+    path.write_bytes(b"")
+    (text,) = failures("files", setting(g3(path)))
+    assert "direct I/O" in text
+
+
+def test_a_file_given_twice_or_to_two_ranks_fails(folder):
+    path = folder / "kv.g3"
+    (text,) = failures("files", setting(g3(path, folder / "." / "kv.g3")))
+    assert "twice" in text
+    (text,) = failures("files", setting(g3(path, control_ports=[24990, 24991])))
+    assert "2 local ranks" in text
