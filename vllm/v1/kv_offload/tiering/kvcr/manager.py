@@ -131,7 +131,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             **shims.base_arguments(backpressure_detector),
         )
         check_environment()
-        config = parse_options(options)
+        local_rank = offloading_spec.config.parallel.data_parallel_rank_local
+        config = parse_options(options).for_rank(local_rank)
         self._config = config
         self.locality = Locality(config.locality) if config.locality else None
         primary = setup.primary_of(primary_kv_view)
@@ -141,11 +142,11 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         warning = setup.check_events(config, events)
         if warning is not None:
             logger.warning("kvcr tier: %s", warning)
-        if config.kvcr_service_socket_path is not None and config.secondary_g2_slots:
+        if config.kvcr_service_socket_path is not None and config.has_own_pool:
             logger.warning(
-                "kvcr tier: the service's pool is used; secondary_g2_slots is ignored"
+                "kvcr tier: the service's pool is used; secondary_g2_slots and "
+                "secondary_g2_bytes are ignored"
             )
-        local_rank = offloading_spec.config.parallel.data_parallel_rank_local
         port = config.control_port(local_rank)
         namespace = make_namespace(config.namespace, offloading_spec, primary.row_bytes)
         guard = setup.guard_config(config, local_rank, namespace)
@@ -199,7 +200,9 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             )
         except BaseException as error:
             self._undo_start(error, channel)
-            refused = setup.service_refused(guard, error)
+            refused = setup.service_refused(guard, error) or setup.files_refused(
+                config, error
+            )
             if refused is not None:
                 raise refused from error
             raise

@@ -46,16 +46,17 @@ def primary_of(view: memoryview) -> Primary:
     """Read the primary tier's shape off its view.
 
     Raises:
-        ValueError: the view is not the ``(num_chunks, row_stride_bytes)`` one that
-            vLLM promises. Addresses derived from another would be wrong.
+        ValueError: the view is neither the ``(num_chunks, row_stride_bytes)`` one
+            that vLLM promises nor a flat one. Addresses derived from another would be
+            wrong.
     """
     if view.readonly:
         raise ValueError("the primary tier's memory is read-only")
-    if view.ndim != 2 or not view.c_contiguous:
+    if view.ndim not in (1, 2) or not view.c_contiguous:
         raise ValueError(
             "the primary tier's memory must be a C-contiguous view of shape "
-            f"(num_chunks, row_stride_bytes), not {view.shape} with strides "
-            f"{view.strides}"
+            "(num_chunks, row_stride_bytes), or a flat one with an element for each "
+            f"chunk, not {view.shape} with strides {view.strides}"
         )
     assert view.shape is not None
     assert view.strides is not None
@@ -101,8 +102,18 @@ def pool_slots(config: TierConfig, primary: Primary) -> tuple[int, str]:
         return 0, ""
     if config.secondary_g2_slots:
         return config.secondary_g2_slots, "secondary_g2_slots"
+    if config.secondary_g2_bytes:
+        slots = config.secondary_g2_bytes // primary.row_bytes
+        if not slots:
+            raise OptionError(
+                f"kvcr tier: secondary_g2_bytes = {config.secondary_g2_bytes}: holds "
+                f"no whole chunk, which is {primary.row_bytes} bytes here"
+            )
+        return slots, "secondary_g2_bytes"
     if not config.serves_peers or config.remote_landing == "primary":
         return 0, ""
+    if config.g3 is not None:
+        return 0, ""  # a landing pool evicts nothing into files
     if config.landing_slots is not None:
         return config.landing_slots, "landing_slots"
     least, most = _LANDING_SLOTS
@@ -182,7 +193,7 @@ def guard_config(
     if config.kvcr_service_socket_path is None:
         return None
     digest = config.compatibility_digest or ""
-    if digest == "auto":
+    if digest.strip().lower() == "auto":
         digest = namespace.digest
         if not digest:
             raise OptionError(
@@ -214,6 +225,24 @@ def service_refused(
         "guards (--guard-count) than this index and the same --compatibility-digest, "
         "and no other engine may hold that guard"
     )
+
+
+def files_refused(config: TierConfig, error: BaseException) -> OptionError | None:
+    """KVCR's refusal of files, or of a policy that needs some, in our words."""
+    if not isinstance(error, ValueError):
+        return None
+    if config.g3 is not None and not config.has_own_storage:
+        return OptionError(
+            f"kvcr tier: g3 needs a pool, since files hold what the pool evicts; give "
+            "secondary_g2_slots or secondary_g2_bytes, or kvcr_service_socket_path "
+            f"(KVCR: {error})"
+        )
+    if config.policy is not None and "requires configured" in str(error):
+        return OptionError(
+            f"kvcr tier: policy = {config.policy!r}: it needs storage that is not "
+            f"configured; give g3, or another policy (KVCR: {error})"
+        )
+    return None
 
 
 def _g3_options(g3: G3Config, primary: Primary) -> G3Options:
