@@ -44,7 +44,13 @@ from vllm.v1.kv_offload.tiering.base import (
     SecondaryTierManager,
     TransferJob,
 )
-from vllm.v1.kv_offload.tiering.kvcr.backend import setup
+from vllm.v1.kv_offload.tiering.kvcr.backend import (
+    files,
+    preflight,
+    setup,
+    start_errors,
+    waiting,
+)
 from vllm.v1.kv_offload.tiering.kvcr.backend.closing import Closer
 from vllm.v1.kv_offload.tiering.kvcr.backend.policy import choose_policy
 from vllm.v1.kv_offload.tiering.kvcr.backend.pool import PoolMemory
@@ -171,6 +177,10 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._pool: PoolMemory | None = None
         channel: Any | None = None
         advertised = setup.advertise_host(config)
+        config, made_files = preflight.check(
+            KVCR, config, options, primary, port, events.enable_kv_cache_events
+        )
+        self._config = config
         try:
             pool = None
             if slots:
@@ -192,17 +202,17 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 policy=policy,
                 on_resilience_event=self._resilience.report,
             )
-            self._kvcr = KVCR(
-                setup.kvcr_config(config, primary, agent),
-                bindings,
-                setup.backend_configs(config, primary, pool),
-                guard,
-            )
+            with waiting.told(setup.what_answers(guard)):
+                self._kvcr = KVCR(
+                    setup.kvcr_config(config, primary, agent),
+                    bindings,
+                    setup.backend_configs(config, primary, pool),
+                    guard,
+                )
         except BaseException as error:
             self._undo_start(error, channel)
-            refused = setup.service_refused(guard, error) or setup.files_refused(
-                config, error
-            )
+            files.remove(made_files)
+            refused = start_errors.explain(error, config, primary, guard)
             if refused is not None:
                 raise refused from error
             raise

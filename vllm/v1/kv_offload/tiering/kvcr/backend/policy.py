@@ -45,9 +45,17 @@ def choose_policy(name: str | None, *, has_files: bool) -> KVCachePolicy | None:
     Raises:
         ValueError, TypeError: as ``make_policy``.
     """
-    if name is not None:
-        return make_policy(name)
-    return CleanFirstPolicy() if has_files else None
+    if name is None:
+        return CleanFirstPolicy() if has_files else None
+    policy = make_policy(name)
+    # Its evicted blocks are dropped; none is ever moved to a file.
+    drops = type(policy).decide_eviction is FIFOPolicy.decide_eviction
+    if has_files and drops:
+        raise ValueError(
+            f"kvcr tier: policy = {name!r}: never writes to the files of g3; use "
+            "g3_lru or g3_fifo, or leave it out"
+        )
+    return policy
 
 
 def make_policy(name: str) -> KVCachePolicy:

@@ -207,6 +207,18 @@ def guard_config(
     )
 
 
+def what_answers(guard: KVCRGuardConfig | None) -> str:
+    """What a start waits for."""
+    if guard is None:
+        return "NIXL to start its backends"
+    return (
+        f"the KVCR service behind kvcr_service_socket_path = "
+        f"{guard.kvcr_service_socket_path!r} to give the pool of guard "
+        f"{guard.guard_index}, and for NIXL (a service that hangs takes the connection "
+        "and stays silent; look at its log, or restart it)"
+    )
+
+
 def service_refused(
     guard: KVCRGuardConfig | None, error: BaseException
 ) -> RuntimeError | None:
@@ -245,7 +257,12 @@ def files_refused(config: TierConfig, error: BaseException) -> OptionError | Non
     return None
 
 
-def _g3_options(g3: G3Config, primary: Primary) -> G3Options:
+def g3_file_bytes(g3: G3Config, primary: Primary) -> int:
+    """Size of each file: as many whole chunks as its capacity holds.
+
+    Raises:
+        OptionError: files of this size, or of this primary tier's chunks, cannot be.
+    """
     size = g3.capacity_bytes_per_file // primary.row_bytes * primary.row_bytes
     if primary.row_bytes % PAGESIZE:
         raise OptionError(
@@ -257,9 +274,13 @@ def _g3_options(g3: G3Config, primary: Primary) -> G3Options:
             f"kvcr tier: g3.capacity_bytes_per_file = {g3.capacity_bytes_per_file}: "
             f"holds no whole chunk, which is {primary.row_bytes} bytes here"
         )
+    return size
+
+
+def _g3_options(g3: G3Config, primary: Primary) -> G3Options:
     options = G3Options(
         paths=g3.paths,
-        capacity_bytes_per_file=size,
+        capacity_bytes_per_file=g3_file_bytes(g3, primary),
         backend_options=g3.backend_options,
     )
     return options if g3.backend is None else replace(options, backend=g3.backend)
