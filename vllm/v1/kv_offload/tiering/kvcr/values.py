@@ -201,21 +201,42 @@ def _plugin_options(value: Any) -> Any:
     return read
 
 
-Count = Annotated[int, BeforeValidator(_no_bool), Field(gt=0)]
-CountOrNone = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
-_AnySize = Annotated[int, BeforeValidator(_size, json_schema_input_type=int | str)]
-Size = Annotated[_AnySize, Field(gt=0)]
-SizeOrNone = Annotated[_AnySize, Field(ge=0)]
+# What comes first here is nearest to the number, and so part of the JSON schema.
+_NUMBER = Annotated[str, Field(pattern=r"^[0-9]+$")]
+_SIZE_TEXT = Annotated[
+    str, Field(pattern=r"^ *[0-9]+(\.[0-9]+)? *([kKmMgGtTpPeE]i?)?[bB]? *$")
+]
+_ONE_UP = Annotated[int, Field(gt=0)]
+_ZERO_UP = Annotated[int, Field(ge=0)]
+Count = Annotated[
+    _ONE_UP, BeforeValidator(_no_bool, json_schema_input_type=_ONE_UP | _NUMBER)
+]
+CountOrNone = Annotated[
+    _ZERO_UP, BeforeValidator(_no_bool, json_schema_input_type=_ZERO_UP | _NUMBER)
+]
+Size = Annotated[
+    _ONE_UP, BeforeValidator(_size, json_schema_input_type=_ONE_UP | _SIZE_TEXT)
+]
+SizeOrNone = Annotated[
+    _ZERO_UP, BeforeValidator(_size, json_schema_input_type=_ZERO_UP | _SIZE_TEXT)
+]
 Text = Annotated[str, AfterValidator(no_variable), Field(min_length=1)]
 Host = Annotated[str, AfterValidator(_host)]
 DialableHost = Annotated[str, AfterValidator(_dialable)]
 SocketPath = Annotated[str, AfterValidator(_path)]
 Plugin = Annotated[str, AfterValidator(_plugin)]
-_Port = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=65535)]
+_PORT = Annotated[int, Field(ge=1, le=65535)]
+_PORT_TEXT = Annotated[str, Field(pattern=r"^ *[0-9]+ *(, *[0-9]+ *)*$")]
+_Port = Annotated[_PORT, BeforeValidator(_no_bool)]
 Ports = Annotated[
     tuple[_Port, ...],
-    BeforeValidator(_ports, json_schema_input_type=int | str | list[int | str]),
     Field(min_length=1),
+    BeforeValidator(
+        _ports,
+        json_schema_input_type=(
+            _PORT | _PORT_TEXT | Annotated[list[_PORT | _NUMBER], Field(min_length=1)]
+        ),
+    ),
 ]
 Names = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
