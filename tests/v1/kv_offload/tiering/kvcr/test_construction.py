@@ -12,9 +12,10 @@ import pytest
 from kvcr.policy import FIFOPolicy, G3FIFOPolicy, G3LRUPolicy, LRUPolicy
 
 from tests.v1.kv_offload.tiering.kvcr.conftest import LogLines
-from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig
+from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig, keys, wait_until
 from tests.v1.kv_offload.tiering.kvcr.standin import partial_spec
-from vllm.v1.kv_offload.base import Locality
+from vllm.v1.kv_offload.base import Locality, ReqContext
+from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.kvcr import manager
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 
@@ -370,6 +371,28 @@ def test_a_flat_view_has_an_element_for_each_chunk() -> None:
     assert tier._primary_base_addr == memory.ctypes.data
     assert tier._primary_row_stride == 1
     assert build_on(memoryview(memory.view(np.int32)))._primary_row_stride == 4
+
+
+def test_one_byte_a_chunk_goes_there_and_back_on_the_real_kvcr() -> None:
+    memory = np.arange(64, dtype=np.uint8)
+    view = memoryview(memory)
+    tier = manager.KVCRSecondaryTierManager(
+        partial_spec(), view, "kvcr", secondary_g2_slots=8
+    )
+
+    def run(job_id: int, chunks: list[int], is_load: bool) -> Any:
+        indices = np.array(chunks, dtype=np.int32)
+        job = TransferJob(job_id, keys(3), indices, is_load, ReqContext("r"))
+        (tier.submit_load if is_load else tier.submit_store)(job)
+        (result,) = wait_until(lambda: list(tier.get_finished_jobs()), "the job")
+        return result.success
+
+    assert run(1, [1, 5, 9], False)
+    assert run(2, [40, 41, 42], True)
+    assert memory[40:43].tolist() == [1, 5, 9]
+    assert memory[[39, 43]].tolist() == [39, 43]
+    tier.shutdown()
+    view.release()
 
 
 def read_only() -> memoryview:

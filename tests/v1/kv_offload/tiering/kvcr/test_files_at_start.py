@@ -180,6 +180,12 @@ def test_a_link_to_a_file_is_followed(folder: Path) -> None:
         assert content(folder) == {"kv": SIZE, "link": SIZE}
 
 
+def test_links_in_a_circle_are_refused(folder: Path) -> None:
+    (folder / "a").symlink_to(folder / "b")
+    (folder / "b").symlink_to(folder / "a")
+    assert "symbolic links" in refusal(folder / "a")
+
+
 def test_a_file_that_may_not_be_written_is_told_with_the_reason(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvcr.policy import LRUPolicy
 
 from tests.v1.kv_offload.tiering.kvcr.conftest import LogLines
 from tests.v1.kv_offload.tiering.kvcr.rig import (
@@ -21,6 +22,7 @@ from tests.v1.kv_offload.tiering.kvcr.rig import (
     key,
 )
 from vllm.v1.kv_offload.tiering.kvcr.backend import preflight, setup, waiting
+from vllm.v1.kv_offload.tiering.kvcr.backend.policy import choose_policy
 from vllm.v1.kv_offload.tiering.kvcr.compat.nixl import Nixl
 from vllm.v1.kv_offload.tiering.kvcr.config import (
     OptionError,
@@ -324,3 +326,15 @@ def test_what_is_quick_is_not_told(
 def test_a_policy_that_never_uses_the_files_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"policy = .*g3_lru"):
         StandinRig(policy=name, secondary_g2_slots=4, g3=G3)
+
+
+class EverythingToFiles(LRUPolicy):
+    """Drops what the pool evicts, because it is on file already."""
+
+    def decide_ingest(self, *arguments: Any, **keywords: Any) -> Any:
+        return super().decide_ingest(*arguments, **keywords)
+
+
+def test_a_policy_of_ones_own_may_use_them_in_its_own_way() -> None:
+    name = f"{__name__}.EverythingToFiles"
+    assert choose_policy(name, has_files=True) is not None

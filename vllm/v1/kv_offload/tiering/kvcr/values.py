@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 RANK = "{rank}"
 """What stands in a path for the local data-parallel rank."""
 
-_VARIABLE = re.compile(r"\$[A-Za-z_({]|\{\{")
+_VARIABLE = re.compile(r"\$(?:\([^)]*\)?|\{[^}]*\}?|[A-Za-z_]\w*)|\{\{.*")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|file:")
 _HOST = re.compile(r"[\w.-]+")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtpe])(i?))?b?", re.IGNORECASE)
@@ -62,9 +62,9 @@ def no_variable(value: Any) -> Any:
     """Refuse text with a variable in it that a shell, Kubernetes or Helm left there."""
     if isinstance(value, str) and (found := _VARIABLE.search(value)):
         raise ValueError(
-            f"the variable at {value[found.start() :]!r} was not expanded, and is not "
-            "expanded here; define it where the options are made (in Kubernetes under "
-            "env, before args), or give its value"
+            f"holds the variable {found.group()!r}, which nothing expanded: options "
+            "are taken as they stand. Define it where they are written (in Kubernetes "
+            "under env), or write its value"
         )
     return value
 
@@ -134,6 +134,8 @@ def _size(value: Any) -> Any:
 def _ports(value: Any) -> Any:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(","))
+    if isinstance(value, (list, tuple)) and not value:
+        raise ValueError("give at least one port, or leave it out to serve no peers")
     return one_or_more(value)
 
 
@@ -230,7 +232,6 @@ _PORT_TEXT = Annotated[str, Field(pattern=r"^ *[0-9]+ *(, *[0-9]+ *)*$")]
 _Port = Annotated[_PORT, BeforeValidator(_no_bool)]
 Ports = Annotated[
     tuple[_Port, ...],
-    Field(min_length=1),
     BeforeValidator(
         _ports,
         json_schema_input_type=(

@@ -86,9 +86,14 @@ def _refusal(text: str) -> OptionError:
     return OptionError(f"kvcr tier: g3.paths: {text}")
 
 
+def _target(path: Path) -> Path:
+    # As ``Path.resolve``, which raises where links go round in a circle.
+    return Path(os.path.realpath(path))
+
+
 def _check_kind(path: Path) -> os.stat_result | None:
     """Look at what is there, following links; ``None`` if there is nothing yet."""
-    folder = path.resolve().parent
+    folder = _target(path).parent
     if not folder.is_dir():
         raise _refusal(
             f"{path}: there is no folder {folder}, and none is made, so that a disk "
@@ -109,7 +114,7 @@ def _look_at(path: Path, size: int) -> os.stat_result | None:
     """Check a file that the service may hold."""
     try:
         found = _check_kind(path)
-        where = path if found is not None else path.resolve().parent
+        where = path if found is not None else _target(path).parent
         if not os.access(where, os.W_OK):
             raise _refusal(f"{path}: {where} is not writable for this user")
     except OSError as error:
@@ -127,7 +132,7 @@ def _open(path: Path, made: list[Path], opened: ExitStack) -> int:
     """Open a file that is this engine's alone, making it if it is absent."""
     try:
         there = _check_kind(path)
-        target = path.resolve()
+        target = _target(path)
         new = os.O_CREAT | os.O_EXCL if there is None else 0
         descriptor = os.open(target, os.O_RDWR | os.O_CLOEXEC | new, 0o600)
         opened.callback(os.close, descriptor)
@@ -165,13 +170,13 @@ def _check_room(found: Mapping[Path, os.stat_result | None], size: int) -> None:
     for path, status in found.items():
         if status is not None and status.st_size == size:
             continue
-        device = path.resolve().parent.stat().st_dev
+        device = _target(path).parent.stat().st_dev
         together.setdefault(device, []).append(path)
         # A file that is made anew gives its room back first.
         blocks = 0 if status is None else status.st_blocks
         had[device] = had.get(device, 0) + 512 * blocks
     for device, paths in together.items():
-        room = os.statvfs(paths[0].resolve().parent)
+        room = os.statvfs(_target(paths[0]).parent)
         free = room.f_bavail * room.f_frsize + had[device]
         needed = size * len(paths)
         if needed > free:

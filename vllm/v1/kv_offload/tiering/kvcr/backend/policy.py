@@ -48,9 +48,12 @@ def choose_policy(name: str | None, *, has_files: bool) -> KVCachePolicy | None:
     if name is None:
         return CleanFirstPolicy() if has_files else None
     policy = make_policy(name)
-    # Its evicted blocks are dropped; none is ever moved to a file.
-    drops = type(policy).decide_eviction is FIFOPolicy.decide_eviction
-    if has_files and drops:
+    # It takes every block into the pool and drops what that evicts.
+    no_files = all(
+        getattr(type(policy), name) is getattr(FIFOPolicy, name)
+        for name in ("decide_ingest", "decide_eviction")
+    )
+    if has_files and no_files:
         raise ValueError(
             f"kvcr tier: policy = {name!r}: never writes to the files of g3; use "
             "g3_lru or g3_fifo, or leave it out"

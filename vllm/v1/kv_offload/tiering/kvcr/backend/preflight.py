@@ -110,9 +110,9 @@ def check_plugins(config: TierConfig, nixl: Nixl) -> TierConfig:
     if reason is None:
         return config
     logger.warning_once(
-        "kvcr tier: g3.backend is not given, and %s cannot be used here (%s); files "
-        "are read and written through %s. GPUDirect Storage would be needed for the "
-        "one; name the other to have this line go",
+        "kvcr tier: g3.backend is not given and %s cannot be used here (%s), so files "
+        "are read and written through %s. Set g3.backend to that to accept it, or "
+        "install GPUDirect Storage",
         _GDS,
         reason,
         _POSIX,
@@ -163,20 +163,22 @@ def _peer_warnings(config: TierConfig) -> list[str]:
     if os.getenv("PYTHONHASHSEED") is None:
         found.append(
             "peers are served and PYTHONHASHSEED is not set: with a hash algorithm "
-            "that is not cryptographic (xxhash) no two engines have a block hash in "
-            "common. Set it to the same number for all of them"
+            "that is not cryptographic (xxhash) every engine hashes the same block "
+            "differently, and no block of a peer is ever found. Set it to the same "
+            "value for all engines"
         )
     if os.getenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1").strip() == "0":
         found.append(
-            "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0: KVCR takes hints with 64-bit "
-            "integers only, and so none that name the hashes of these KV events. Leave "
-            "it out"
+            "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0, so KV events carry block hashes "
+            "as bytes, but KVCR's hints take 64-bit integers only and will not match. "
+            "Unset it"
         )
     host = config.control_advertise_host
     if host is not None and _is_loopback(host):
         found.append(
-            f"control_advertise_host = {host!r} is this machine to whoever dials it: "
-            "peers on others will not find this engine. Give an address that they reach"
+            f"control_advertise_host = {host!r} is a loopback address: a peer on "
+            "another machine that dials it reaches itself. Give an address of this "
+            "machine that peers can reach"
         )
     return found
 
@@ -201,10 +203,10 @@ def _router_warning(
     if not names:
         return None
     return (
-        f"KV events are on and peers are served, and {' and '.join(names)} "
-        f"{'is' if len(names) == 1 else 'are'} not given as a list: Dynamo's router "
-        "reads these from the tier's options, and gives no hints to this engine. Give "
-        '"router_capabilities": ["router_hint"], and control_ports in brackets'
+        f"KV events are on and peers are served, but {' and '.join(names)} "
+        f"{'is' if len(names) == 1 else 'are'} not given as a list. Dynamo's router "
+        "reads both from the tier's options, and gives an engine without them no "
+        'hints. Give "router_capabilities": ["router_hint"] and control_ports as a list'
     )
 
 
@@ -221,9 +223,9 @@ def _locked_memory_warning(config: TierConfig, primary: setup.Primary) -> str | 
     if needed <= limit:
         return None
     return (
-        f"this process may lock {limit:,} bytes (memlock), and RDMA has to lock the "
-        f"primary tier and the pool, {needed:,}: start it with ulimit -l unlimited, "
-        "--ulimit memlock=-1 or the capability IPC_LOCK"
+        f"RDMA has to lock the primary tier and the pool, {needed:,} bytes, but this "
+        f"process may lock only {limit:,} (memlock). Raise the limit: ulimit -l "
+        "unlimited, --ulimit memlock=-1, or the capability IPC_LOCK"
     )
 
 
@@ -238,7 +240,7 @@ def interfaces_warning() -> str | None:
     if len(up) <= MANY_INTERFACES:
         return None
     return (
-        f"this machine has {len(up)} network interfaces, and UCX opens each of them, "
-        "which can take longer than KVCR waits. Name those to use in UCX_NET_DEVICES, "
-        "such as UCX_NET_DEVICES=eth0"
+        f"this machine has {len(up)} network interfaces, and UCX opens every one, "
+        "which can take longer than KVCR waits at start. Name those to use in "
+        "UCX_NET_DEVICES, such as UCX_NET_DEVICES=eth0"
     )
