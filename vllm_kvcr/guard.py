@@ -93,6 +93,8 @@ def pool_bytes(
     Raises:
         CannotStart: neither a size nor chunks and their size are known.
     """
+    if size is None and slots is None and config.secondary_g2_bytes:
+        size = config.secondary_g2_bytes
     if size is None:
         slots = slots or config.secondary_g2_slots
         if not slots or chunk_bytes is None:

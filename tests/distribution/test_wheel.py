@@ -93,6 +93,7 @@ def test_the_wheel_carries_the_whole_tier_and_no_file_of_vllms(wheel):
     modules = TIER_FOLDER.rglob("*.py")
     assert carried == {str(module.relative_to(TIER_FOLDER)) for module in modules}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "vllm_kvcr/options.schema.json" in names
 
 
 def test_the_wheel_requires_kvcr_but_no_vllm(wheel):

@@ -34,7 +34,7 @@ def _wanted(setting: Setting) -> list[_Wanted]:
     for _, config in setting.valid:
         wanted = [_Wanted("remote_fw_dram_backend", config.remote_fw_dram_backend)]
         # A service's pool goes with the backend above.
-        if config.secondary_g2_slots and config.kvcr_service_socket_path is None:
+        if config.has_own_pool and config.kvcr_service_socket_path is None:
             wanted.append(_Wanted("local_dram_backend", config.local_dram_backend))
         if config.g3 is not None:
             options = tuple(config.g3.backend_options.items())

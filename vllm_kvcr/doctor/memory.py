@@ -57,7 +57,7 @@ def _pool_bytes(
         rows = _primary_bytes(tier) // chunk_bytes
         return pool_slots(config, Primary(0, chunk_bytes, rows))[0] * chunk_bytes
     # The landing pool's default is a size in bytes.
-    return None if config.secondary_g2_slots or config.landing_slots else 0
+    return None if config.has_own_pool or config.landing_slots else 0
 
 
 def _shared_memory(primary: int) -> Finding:

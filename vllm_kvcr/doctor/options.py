@@ -65,22 +65,24 @@ def _check_tier(tier: Tier, setting: Setting) -> Iterator[Finding]:
         return
     from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
     from vllm.v1.kv_offload.tiering.kvcr.backend.policy import choose_policy
-    from vllm.v1.kv_offload.tiering.kvcr.backend.setup import check_events
+    from vllm.v1.kv_offload.tiering.kvcr.backend.setup import warnings
 
     described = bool(tier.connector.get("self_describing_kv_events"))
     try:
         choose_policy(config.policy, has_files=config.g3 is not None)
-        warning = check_events(
-            config, OffloadingKVEventsConfig(setting.events_on, described)
-        )
+        said = warnings(config, OffloadingKVEventsConfig(setting.events_on, described))
     except (ImportError, TypeError, ValueError) as error:
         yield fail(str(error).removeprefix("kvcr tier: "), "change that option")
         return
-    if warning is not None and config.serves_peers:
-        yield warn(
-            warning,
-            "turn them on with --kv-events-config if a router is to know these blocks",
-        )
+    for warning in said:
+        if "KV events are off" not in warning:
+            yield warn(warning, "see docs/configuration.md")
+        elif config.serves_peers:
+            yield warn(
+                warning,
+                "turn them on with --kv-events-config if a router is to know these "
+                "blocks",
+            )
     yield ok(
         f"the options are valid: {', '.join(sorted(tier.options))}",
         options=sorted(tier.options),

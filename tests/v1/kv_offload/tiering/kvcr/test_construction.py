@@ -12,9 +12,16 @@ import pytest
 from kvcr.policy import FIFOPolicy, G3FIFOPolicy, G3LRUPolicy, LRUPolicy
 
 from tests.v1.kv_offload.tiering.kvcr.conftest import LogLines
-from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig, key
+from tests.v1.kv_offload.tiering.kvcr.rig import (
+    ROW_BYTES,
+    StandinRig,
+    key,
+    keys,
+    wait_until,
+)
 from tests.v1.kv_offload.tiering.kvcr.standin import partial_spec
-from vllm.v1.kv_offload.base import Locality
+from vllm.v1.kv_offload.base import Locality, ReqContext
+from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.kvcr import manager
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 
@@ -99,6 +106,85 @@ def test_each_tier_has_an_agent_name_of_its_own() -> None:
     assert len(names) == 3
 
 
+class Refusing:
+    """Takes KVCR's place, and refuses files without a pool as KVCR does."""
+
+    def __init__(self, config: Any, bindings: Any, backends: Any, guard: Any) -> None:
+        if backends.g3 is not None and backends.local_dram is None:
+            raise ValueError("G3 requires configured local DRAM")
+
+
+@pytest.mark.parametrize("more", [{}, {"control_ports": [7001]}])
+def test_files_without_a_pool_are_kvcrs_to_refuse(more: dict[str, Any]) -> None:
+    """The options are translated first, and the refusal is then told in our words."""
+    with pytest.raises(ValueError, match=r"kvcr tier: g3 needs a pool") as refused:
+        StandinRig(kvcr=Refusing, secondary_g2_slots=0, g3=G3, **more)
+    assert "secondary_g2_bytes" in str(refused.value)
+    assert "G3 requires configured local DRAM" in str(refused.value)
+
+
+def test_a_policy_for_files_without_files_is_refused_in_our_words() -> None:
+    error = ValueError("G3LRUPolicy requires configured g3")
+    with pytest.raises(ValueError, match=r"policy = 'g3_lru'.*give g3"):
+        StandinRig(kvcr=mock.Mock(side_effect=error), policy="g3_lru")
+
+
+@pytest.mark.parametrize(
+    ("size", "slots"), [(4 * ROW_BYTES, 4), ("16KiB", 4), ("20k", 4), ("0.5MiB", 128)]
+)
+def test_a_pool_by_its_size(size: Any, slots: int) -> None:
+    rig = StandinRig(secondary_g2_slots=0, secondary_g2_bytes=size)
+    ((_, _, length),) = rig.kvcr.backend_configs.local_dram.pools
+    assert length == slots * ROW_BYTES
+
+
+def test_a_pool_that_holds_no_chunk_is_refused() -> None:
+    with pytest.raises(ValueError, match=rf"secondary_g2_bytes = 4000: .*{ROW_BYTES}"):
+        StandinRig(secondary_g2_slots=0, secondary_g2_bytes="4kB")
+
+
+@pytest.mark.parametrize(
+    "paths", ["/nvme/kv-{rank}", ["/nvme/kv-{rank}"], [["/nvme/kv-0"], ["/nvme/kv-1"]]]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_local_rank_has_files_of_its_own(paths: Any, rank: int) -> None:
+    rig = StandinRig(spec=partial_spec(rank), g3=G3 | {"paths": paths})
+    assert rig.kvcr.backend_configs.g3.paths == (Path(f"/nvme/kv-{rank}"),)
+
+
+@pytest.mark.parametrize(
+    ("paths", "rank", "names"),
+    [
+        ("/nvme/kv", 1, ["g3.paths", "rank 1", "'/nvme/kv'", "{rank}"]),
+        (["/nvme/kv-{rank}", "/b"], 1, ["g3.paths", "rank 1", "'/b'"]),
+        ([["/nvme/0"]], 1, ["g3.paths", "rank 1", "at least 2"]),
+        ([["/nvme/0"], ["/nvme/1"]], None, ["g3.paths", "2 lists"]),
+    ],
+)
+def test_a_rank_without_files_of_its_own_is_refused(
+    paths: Any, rank: int | None, names: list[str]
+) -> None:
+    with pytest.raises(ValueError, match="kvcr tier") as refused:
+        StandinRig(spec=partial_spec(rank), g3=G3 | {"paths": paths})
+    for name in names:
+        assert name in str(refused.value)
+
+
+def test_the_first_of_several_ranks_does_not_take_files_that_all_would() -> None:
+    with pytest.raises(ValueError, match=r"rank 0 would share '/nvme/kv'"):
+        StandinRig(
+            spec=partial_spec(0),
+            control_ports=[7001, 7002],
+            secondary_g2_slots=4,
+            g3=G3 | {"paths": "/nvme/kv"},
+        )
+
+
+def test_without_ranks_the_place_for_one_is_zero() -> None:
+    rig = StandinRig(g3=G3 | {"paths": "/nvme/{rank}/kv"})
+    assert rig.kvcr.backend_configs.g3.paths == (Path("/nvme/0/kv"),)
+
+
 def test_files_are_cut_to_whole_chunks() -> None:
     rig = StandinRig(g3=G3 | {"capacity_bytes_per_file": 3 * ROW_BYTES + 1})
     assert rig.kvcr.backend_configs.g3.capacity_bytes_per_file == 3 * ROW_BYTES
@@ -162,7 +248,7 @@ def test_the_services_pool_goes_before_an_own_one(tier_log: LogLines) -> None:
 def test_a_derived_digest_needs_something_to_derive_it_from() -> None:
     with pytest.raises(ValueError, match="compatibility_digest"):
         StandinRig(**SERVICE | {"compatibility_digest": "auto"})
-    rig = StandinRig(**SERVICE | {"compatibility_digest": "auto"}, namespace="prod")
+    rig = StandinRig(**SERVICE | {"compatibility_digest": "Auto"}, namespace="prod")
     assert rig.kvcr.guard_config.compatibility_digest not in ("", "auto")
 
 
@@ -295,6 +381,36 @@ def test_wider_elements_have_a_wider_stride() -> None:
     assert build_on(memoryview(memory))._primary_row_stride == ROW_BYTES
 
 
+def test_a_flat_view_has_an_element_for_each_chunk() -> None:
+    memory = np.zeros(4096, np.uint8)
+    tier = build_on(memoryview(memory))
+    assert tier._primary_base_addr == memory.ctypes.data
+    assert tier._primary_row_stride == 1
+    assert build_on(memoryview(memory.view(np.int32)))._primary_row_stride == 4
+
+
+def test_one_byte_a_chunk_goes_there_and_back_on_the_real_kvcr() -> None:
+    memory = np.arange(64, dtype=np.uint8)
+    view = memoryview(memory)
+    tier = manager.KVCRSecondaryTierManager(
+        partial_spec(), view, "kvcr", secondary_g2_slots=8
+    )
+
+    def run(job_id: int, chunks: list[int], is_load: bool) -> Any:
+        indices = np.array(chunks, dtype=np.int32)
+        job = TransferJob(job_id, keys(3), indices, is_load, ReqContext("r"))
+        (tier.submit_load if is_load else tier.submit_store)(job)
+        (result,) = wait_until(lambda: list(tier.get_finished_jobs()), "the job")
+        return result.success
+
+    assert run(1, [1, 5, 9], False)
+    assert run(2, [40, 41, 42], True)
+    assert memory[40:43].tolist() == [1, 5, 9]
+    assert memory[[39, 43]].tolist() == [39, 43]
+    tier.shutdown()
+    view.release()
+
+
 def read_only() -> memoryview:
     memory = array()
     memory.flags.writeable = False
@@ -311,7 +427,6 @@ def read_only() -> memoryview:
         memoryview(array().T),
         memoryview(np.asfortranarray(array())),
         memoryview(array().reshape(2, 2, ROW_BYTES)),
-        memoryview(array().reshape(-1)),
         memoryview(array(rows=0)),
         memoryview(array(row_bytes=0)),
     ],
@@ -323,7 +438,6 @@ def read_only() -> memoryview:
         "on its side",
         "in Fortran's order",
         "three dimensions",
-        "one dimension",
         "no rows",
         "empty rows",
     ],

@@ -130,9 +130,37 @@ def test_ranks_of_an_agnostic_layout_share_blocks() -> None:
     assert auto(agnostic=True) == auto(agnostic=True, tp_size=2, world_size=2)
 
 
-@pytest.mark.parametrize("option", ["off", False, None, ""])
-def test_a_namespace_can_be_turned_off(option: Any) -> None:
+AUTO = [
+    "auto",
+    "Auto",
+    "AUTO",
+    " auto",
+    "auto ",
+    True,
+    "true",
+    "True",
+    "on",
+    "Yes",
+    "1",
+]
+OFF = ["off", "OFF", " off\n", False, "false", "False", "no", "None", "NULL", "0"]
+
+
+@pytest.mark.parametrize("option", AUTO)
+def test_a_word_that_means_on_derives_the_namespace(option: Any) -> None:
+    assert make_namespace(option, full_spec(), ROW) == auto()
+
+
+@pytest.mark.parametrize("option", [*OFF, None, "", " "])
+def test_a_word_that_means_off_is_none(option: Any) -> None:
     assert make_namespace(option, full_spec(), ROW).prefix == b""
+
+
+@pytest.mark.parametrize("name", ["automatic", "prod", "10", "true-north", "Prod"])
+def test_a_name_is_a_name(name: str) -> None:
+    named = make_namespace(name, full_spec(), ROW)
+    assert named.prefix not in (b"", auto().prefix)
+    assert named == make_namespace(name, full_spec(model="another"), 2 * ROW)
 
 
 @pytest.mark.parametrize("option", ["auto", True])
@@ -142,8 +170,8 @@ def test_a_partial_spec_has_none(option: Any) -> None:
 
 @given(st.text(min_size=1), st.text(min_size=1))
 def test_a_given_text_is_the_whole_namespace(one: str, other: str) -> None:
-    spoken_for = {"auto", "off"}
-    if {one, other} & spoken_for:
+    switches = {str(word).strip().lower() for word in (*AUTO, *OFF, "")}
+    if {one.strip().lower(), other.strip().lower()} & switches:
         return
     mine = make_namespace(one, full_spec(), ROW)
     assert mine == make_namespace(one, full_spec(model="another"), 2 * ROW)

@@ -60,6 +60,8 @@ def test_every_documented_option_exists() -> None:
         ({"control_ports": ["7001"]}, {"control_ports": [7001]}),
         ({"control_ports": 7001}, {"control_ports": [7001]}),
         ({"control_ports": "7001"}, {"control_ports": [7001]}),
+        ({"control_ports": "7001, 7002"}, {"control_ports": [7001, 7002]}),
+        ({"secondary_g2_bytes": "64KiB"}, {"secondary_g2_bytes": 65536}),
         (
             PEERS | {"router_capabilities": CAPABILITIES[0]},
             PEERS | {"router_capabilities": CAPABILITIES[:1]},
@@ -99,7 +101,7 @@ def test_vllms_locality_is_taken(locality: str) -> None:
     assert parse(**PEERS, locality=locality).locality == locality
 
 
-@pytest.mark.parametrize("host", ["cache-7.example", "10.0.0.5", "node_1", "::1"])
+@pytest.mark.parametrize("host", ["cache-7.example", "10.0.0.5", "node_1", "a.b"])
 def test_hosts_that_peers_can_dial_are_taken(host: str) -> None:
     advertised = parse(**PEERS, control_advertise_host=host).control_advertise_host
     assert advertised is not None
@@ -169,7 +171,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         POOL | {"g3": {"paths": ["g3.data"]}},
         ["g3.capacity_bytes_per_file"],
     ),
-    "g3 without a pool": (PEERS | {"g3": G3}, ["g3", "secondary_g2_slots"]),
     "a peer with its port": (
         PEERS | {"allowed_peers": ["10.0.0.6:7001"]},
         ["allowed_peers", "10.0.0.6:7001", "without scheme or port"],
@@ -189,9 +190,169 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         | {"control_secret_file": "/secret"},
         ["control_secret_file", "kvcr_service_socket_path"],
     ),
+    "g3 as text": (POOL | {"g3": "/nvme/kv"}, ["g3", "paths"]),
+    "a pool by two sizes": (
+        POOL | {"secondary_g2_bytes": "1GiB"},
+        ["secondary_g2_slots", "secondary_g2_bytes", "one"],
+    ),
+    "a negative size": ({"secondary_g2_bytes": "-1GiB"}, ["secondary_g2_bytes"]),
+    "a size in no unit": ({"secondary_g2_bytes": "8GiBs"}, ["secondary_g2_bytes"]),
+    "a size that is a boolean": (
+        {"secondary_g2_bytes": True},
+        ["secondary_g2_bytes", "boolean"],
+    ),
+    "half a byte": ({"secondary_g2_bytes": 0.5}, ["secondary_g2_bytes"]),
+    "a file of no bytes": (
+        POOL | {"g3": G3 | {"capacity_bytes_per_file": "0GiB"}},
+        ["g3.capacity_bytes_per_file"],
+    ),
+    "a port too many commas": ({"control_ports": "24990,,24991"}, ["control_ports"]),
+    "a path twice": (POOL | {"g3": G3 | {"paths": ["a", "a"]}}, ["g3.paths", "twice"]),
+    "a path for two ranks": (
+        POOL | {"g3": G3 | {"paths": [["a"], ["a"]]}},
+        ["g3.paths", "twice"],
+    ),
+    "paths and lists of them": (
+        POOL | {"g3": G3 | {"paths": ["a", ["b"]]}},
+        ["g3.paths", "either"],
+    ),
+    "another place in a path": (
+        POOL | {"g3": G3 | {"paths": "/nvme/{node}/kv"}},
+        ["g3.paths", "{rank}"],
+    ),
+    "a URL for a file": (
+        POOL | {"g3": G3 | {"paths": "file:///nvme/kv"}},
+        ["g3.paths", "'file:///nvme/kv'", "URL"],
+    ),
+    "a home folder": (
+        POOL | {"g3": G3 | {"paths": ["/a", "~/kv"]}},
+        ["g3.paths", "'~/kv'", "not expanded"],
+    ),
+    "a plugin's option that is none": (
+        POOL | {"g3": G3 | {"backend_options": {"use_uring": None}}},
+        ["g3.backend_options", "use_uring"],
+    ),
+    "fs' folder": (POOL | {"root_dir": "/kv"}, ["root_dir", '"fs"', "g3.paths"]),
+    "fs' size": (
+        POOL | {"max_disk_gib": 100},
+        ["max_disk_gib", '"fs"', "g3.capacity_bytes_per_file"],
+    ),
+    "fs' folder in g3": (
+        POOL | {"g3": G3 | {"root_dir": "/kv"}},
+        ["g3.root_dir", '"fs"', "g3.paths"],
+    ),
+    "IPv6 to listen on": (PEERS | {"control_host": "::"}, ["control_host", "IPv4"]),
+    "IPv6 to dial": (
+        PEERS | {"control_advertise_host": "::1"},
+        ["control_advertise_host", "'::1'", "IPv4"],
+    ),
+    "IPv6 in brackets": (
+        PEERS | {"control_advertise_host": "[fe80::1]"},
+        ["control_advertise_host", "IPv4"],
+    ),
+    "an address out of range": (
+        PEERS | {"control_advertise_host": "10.0.0.256"},
+        ["control_advertise_host", "no IPv4 address"],
+    ),
+    "any address to listen on": (
+        PEERS | {"control_host": "*"},
+        ["control_host", "0.0.0.0"],
+    ),
+    "a port in the address to listen on": (
+        PEERS | {"control_host": "0.0.0.0:24990"},
+        ["control_host", "host only"],
+    ),
     "nothing to do": ({}, ["secondary_g2_slots", "control_ports"]),
     "an unknown locality": (POOL | {"locality": "NEAR"}, ["locality"]),
 }
+
+
+def with_text(option: str, text: str) -> dict[str, Any]:
+    """A configuration in which ``option`` has that text."""
+    if option.startswith("g3."):
+        return POOL | {"g3": G3 | {option.removeprefix("g3."): text}}
+    if option in ("kvcr_service_socket_path", "compatibility_digest"):
+        service = {"kvcr_service_socket_path": "/s", "compatibility_digest": "d"}
+        return PEERS | service | {option: text}
+    return PEERS | {option: text}
+
+
+HOSTS_AND_PATHS = [
+    "control_host",
+    "control_advertise_host",
+    "kvcr_service_socket_path",
+    "g3.paths",
+]
+TEXTS = ["compatibility_digest", "namespace", "policy", "remote_fw_dram_backend"]
+
+
+@pytest.mark.parametrize(
+    "text", ["$(POD_IP)", "${POD_IP}", "$KV_DIR/kv", "/a/$X", "{{ .Values.host }}"]
+)
+@pytest.mark.parametrize("option", [*HOSTS_AND_PATHS, *TEXTS])
+def test_a_variable_that_nothing_expanded_is_refused(option: str, text: str) -> None:
+    with pytest.raises(OptionError, match="which nothing expanded") as refused:
+        parse_options(with_text(option, text))
+    assert f"{option} = {text!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", " ", " a", "a ", "a\n", "\ta", "a\0b"])
+@pytest.mark.parametrize("option", HOSTS_AND_PATHS)
+def test_text_that_is_not_as_it_looks_is_refused(option: str, text: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        parse_options(with_text(option, text))
+    assert f"{option} = {text!r}" in str(refused.value)
+
+
+def test_a_dollar_alone_is_no_variable() -> None:
+    assert parse(**PEERS, namespace="us$ 5").namespace == "us$ 5"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 << 30),
+        ("8Gi", 8 << 30),
+        ("8 gib", 8 << 30),
+        (" 10G ", 10**10),
+        ("10GB", 10**10),
+        ("1.5KiB", 1536),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("2T", 2 * 10**12),
+        (1e9, 10**9),
+    ],
+)
+def test_sizes_are_bytes_or_text(text: Any, size: int) -> None:
+    assert parse(secondary_g2_bytes=text).secondary_g2_bytes == size
+    config = parse(**POOL, max_operation_bytes=text, g3=G3)
+    assert config.max_operation_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("posix", "POSIX"),
+        ("Posix", "POSIX"),
+        (" POSIX ", "POSIX"),
+        ("gds_mt", "GDS_MT"),
+        ("mooncake", "Mooncake"),
+        ("MyOwn", "MyOwn"),
+    ],
+)
+def test_plugins_are_known_in_any_case(written: str, meant: str) -> None:
+    config = parse(**POOL, g3=G3 | {"backend": written}, local_dram_backend=written)
+    assert config.g3 is not None
+    assert (config.g3.backend, config.local_dram_backend) == (meant, meant)
+
+
+def test_plugins_options_become_the_text_that_nixl_takes() -> None:
+    """NIXL compares with ``true``, and takes anything else for false."""
+    written = {"a": True, "b": False, "c": "True", "d": "FALSE", "e": 8, "f": "X"}
+    config = parse(**POOL, g3=G3 | {"backend_options": written})
+    assert config.g3 is not None
+    read = config.g3.backend_options
+    assert list(read.values()) == ["true", "false", "true", "false", "8", "X"]
 
 
 @pytest.mark.parametrize(("options", "names"), REFUSED.values(), ids=REFUSED.keys())

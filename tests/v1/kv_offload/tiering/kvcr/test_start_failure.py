@@ -25,8 +25,13 @@ OPTIONS: dict[str, Any] = {"secondary_g2_slots": 4, "control_ports": [7001]}
 class Attempt:
     """A start in which one part raises ``error``."""
 
-    def __init__(self, error: BaseException, part: str = "KVCR") -> None:
-        self.memory = np.zeros((4, 4096), np.uint8)
+    def __init__(
+        self,
+        error: BaseException,
+        part: str = "KVCR",
+        shape: tuple[int, ...] = (4, 4096),
+    ) -> None:
+        self.memory = np.zeros(shape, np.uint8)
         self.mmap = MmapStandin()
         self.channels: list[ChannelStandin] = []
         parts = {
@@ -96,6 +101,16 @@ def test_what_native_code_may_touch_is_kept_and_nothing_else_touched(
     assert [channel.closed for channel in attempt.channels] == [0]
     assert any(kept is attempt.memory for kept in retained)
     assert any(kept is attempt.mmap.made[0] for kept in retained)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no NIXL"), *STILL_ALIVE])
+def test_a_flat_primary_fails_the_same_way(
+    error: BaseException, retained: list[Any]
+) -> None:
+    attempt = Attempt(error, shape=(4096,))
+    kept = error in STILL_ALIVE
+    assert [buffer.closed for buffer in attempt.mmap.made] == [not kept]
+    assert any(each is attempt.memory for each in retained) == kept
 
 
 def test_a_bad_option_is_told_before_anything_is_opened() -> None:

@@ -8,7 +8,6 @@ what is allowed and what to do.
 """
 
 import difflib
-import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,19 +16,38 @@ from kvcr import ROUTER_HINT_CAPABILITIES
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
-    Field,
     TypeAdapter,
     ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
-from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import peer_pattern
+from vllm.v1.kv_offload.tiering.kvcr import values
 
 _LEAST_FILE_TIMEOUT_MS = 60_000
 _LOAD_TIMEOUT_MS = 1000
+
+_PRIMARY = "an option of vLLM's primary tier; put it beside secondary_tiers"
+_ELSEWHERE = {
+    "root_dir": 'an option of the tier type "fs"; here files are given as g3.paths',
+    "max_disk_gib": (
+        'an option of the tier type "fs"; here it is g3.capacity_bytes_per_file'
+    ),
+    "n_read_threads": 'an option of the tier type "fs"; KVCR has one thread',
+    "n_write_threads": 'an option of the tier type "fs"; KVCR has one thread',
+    "enable_kv_events": (
+        'an option of the tier types "fs" and "obj"; KVCR\'s blocks are published '
+        "wherever vLLM's KV events are on"
+    ),
+    "store_config": 'an option of the tier type "obj"',
+    "host": 'an option of the tier type "p2p"; here it is control_host',
+    "port": 'an option of the tier type "p2p"; here it is control_ports',
+    "cpu_bytes_to_use": _PRIMARY,
+    "block_size": _PRIMARY,
+    "blocks_per_chunk": _PRIMARY,
+    "eviction_policy": f"{_PRIMARY}. KVCR's own is policy",
+}
+"""Options that people know from vLLM's other tiers."""
 
 
 class OptionError(ValueError):
@@ -40,100 +58,99 @@ class OptionTypeError(OptionError, TypeError):
     """An option whose type is the fault."""
 
 
-def _no_bool(value: Any) -> Any:
-    # bool is an int to Python: true would silently become 1.
-    if isinstance(value, bool):
-        raise PydanticCustomError("int_type", "Input should be a number, not a boolean")
-    return value
-
-
-def _one_or_more(value: Any) -> Any:
-    return (value,) if isinstance(value, (str, int, Path)) else value
-
-
-def _advertisable(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    host = value.strip()
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    try:
-        address = ipaddress.ip_address(bare)
-    except ValueError:
-        address = None
-    if host in ("", "*") or (address is not None and address.is_unspecified):
-        raise ValueError("peers cannot dial a wildcard; give the host they can reach")
-    if address is not None:
-        return f"[{bare}]" if address.version == 6 else bare
-    if any(mark in host for mark in ":/[] "):
-        raise ValueError(
-            "give the host only, without scheme or port; the port is control_ports'"
-        )
-    return host
-
-
-Count = Annotated[int, BeforeValidator(_no_bool), Field(gt=0)]
-Port = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=65535)]
-Host = Annotated[str, Field(min_length=1)]
-Name = Annotated[str, Field(min_length=1)]
-
-
 class _Options(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        coerce_numbers_to_str=True,
+        # The reference and the JSON schema are made of what is written below.
+        use_attribute_docstrings=True,
+    )
 
 
 class G3Config(_Options):
     """The option ``g3``: files in which KVCR keeps what its pool evicts."""
 
-    paths: Annotated[
-        tuple[Path, ...], BeforeValidator(_one_or_more), Field(min_length=1)
-    ]
-    """The files. One each, used by this engine alone; created if absent."""
+    paths: values.G3Paths
+    """The files: one, several, or a list of them for each local data-parallel rank;
+    ``{rank}`` in a path stands for that rank. Each is used by one engine only and
+    created if absent, in a folder that exists. What one holds is overwritten."""
 
-    capacity_bytes_per_file: Count
-    """Size of each file; rounded down to whole chunks."""
+    capacity_bytes_per_file: values.Size
+    """Size of each file, in bytes or as ``"100GiB"``; rounded down to whole chunks."""
 
-    backend: Name | None = None
-    """NIXL's storage plugin; by default KVCR's own choice. ``POSIX`` needs no GPU."""
+    backend: values.Plugin | None = None
+    """NIXL's storage plugin. By default ``GDS_MT``, and ``POSIX`` where that cannot be
+    used because it needs GPUDirect Storage."""
 
-    backend_options: dict[str, str] = {}
-    """Passed to that plugin."""
+    backend_options: values.PluginOptions = {}
+    """Passed to that plugin, such as ``{"use_uring": true}``."""
+
+    def for_rank(self, local_rank: int | None, several: bool) -> "G3Config":
+        """The same with the files of one local data-parallel rank only.
+
+        Args:
+            several: Whether there are other ranks on this machine.
+
+        Raises:
+            OptionError: that rank has no files of its own.
+        """
+        paths: tuple[Any, ...] = self.paths
+        rank = local_rank or 0
+        if isinstance(paths[0], tuple):
+            if local_rank is None and len(paths) != 1:
+                raise OptionError(
+                    f"kvcr tier: g3.paths has {len(paths)} lists, which are for local "
+                    "data-parallel ranks, and there are none; give one list of paths"
+                )
+            if rank >= len(paths):
+                raise OptionError(
+                    f"kvcr tier: g3.paths has {len(paths)} lists, and local "
+                    f"data-parallel rank {rank} needs at least {rank + 1}, one for "
+                    "each local rank"
+                )
+            paths = paths[rank]
+        elif rank or several:
+            for path in paths:
+                if values.RANK not in str(path):
+                    raise OptionError(
+                        f"kvcr tier: g3.paths: local data-parallel rank {rank} would "
+                        f"share {str(path)!r} with the other ranks; put {values.RANK} "
+                        "into the path, or give a list of paths for each rank"
+                    )
+        own = tuple(Path(str(path).replace(values.RANK, str(rank))) for path in paths)
+        return self.model_copy(update={"paths": own})
 
 
 class TierConfig(_Options):
     """All options. Times are milliseconds, sizes bytes, pools counted in chunks."""
 
     # --- peers -------------------------------------------------------------------
-    control_ports: (
-        Annotated[tuple[Port, ...], BeforeValidator(_one_or_more), Field(min_length=1)]
-        | None
-    ) = None
-    """One control port for each local data-parallel rank. Left out: no peers."""
+    control_ports: values.Ports | None = None
+    """One control port for each local data-parallel rank; left out, no peers are
+    served and nothing listens."""
 
-    control_host: Host = "0.0.0.0"
-    """The address to listen on for peers."""
+    control_host: values.Host = "0.0.0.0"
+    """The IPv4 address to listen on for peers."""
 
-    control_advertise_host: Annotated[Host, BeforeValidator(_advertisable)] | None = (
-        None
-    )
-    """The host that peers dial; by default this machine's host name."""
+    control_advertise_host: values.DialableHost | None = None
+    """The host that peers dial, without scheme or port: an IPv4 address or a name that
+    has one; by default this machine's host name."""
 
-    router_capabilities: (
-        Annotated[tuple[Name, ...], BeforeValidator(_one_or_more)] | None
-    ) = None
-    """What the router can do; must cover what KVCR's hints need. Default: that."""
+    router_capabilities: values.Names | None = None
+    """What the router can do; by default what KVCR's hints need, and a list that lacks
+    it is refused. Dynamo's router gives hints only to workers that name it, so give
+    ``["router_hint"]`` there."""
 
-    allowed_peers: (
-        Annotated[
-            tuple[Annotated[str, AfterValidator(peer_pattern)], ...],
-            BeforeValidator(_one_or_more),
-            Field(min_length=1),
-        ]
-        | None
-    ) = None
-    """Host names, IPv4 addresses and networks that hints may name; default: any."""
+    allowed_peers: values.Peers | None = None
+    """Host names, IPv4 addresses and networks that a hint may name, as hints write
+    them: names are not resolved. By default any, see
+    [security](security.md#which-peers-may-be-pulled-from)."""
 
-    control_secret_file: Path | None = None
-    """A file with a secret that every peer's control messages must be signed with."""
+    control_secret_file: values.FilePath | None = None
+    """A file with a secret of at least 16 bytes: control messages are signed with it,
+    and others ignored, see [security](security.md#a-shared-secret). Not with
+    ``kvcr_service_socket_path``."""
 
     eager_ctrl_connect: bool = True
     """Connect to a hinted peer when the hint arrives, not at the first load."""
@@ -142,10 +159,10 @@ class TierConfig(_Options):
     """Ask a hinted peer for every block of the request, hinted or not. Blocks the
     peer does not have cost primary slots and a wait, up to ``max_pull_blocks``."""
 
-    max_pull_blocks: Count | None = None
+    max_pull_blocks: values.Count | None = None
     """Most blocks one request may pull from a peer; by default half the primary."""
 
-    metadata_retry_interval_ms: Count = 100
+    metadata_retry_interval_ms: values.Count = 100
     """How soon an unanswered introduction to a peer is repeated."""
 
     remote_landing: Literal["pool", "primary"] = "pool"
@@ -153,67 +170,80 @@ class TierConfig(_Options):
     write can never leave. ``primary``: straight in vLLM's, one copy less; a load
     whose write cannot be stopped then holds its slots until the peer is heard of."""
 
-    landing_slots: Count | None = None
+    landing_slots: values.Count | None = None
     """Chunks of the landing pool where KVCR has no other pool. Default: what 256 MiB
     hold, at least 8 and at most 256."""
 
-    remote_fw_dram_backend: Name = "UCX"
+    remote_fw_dram_backend: values.Plugin = "UCX"
     """NIXL's plugin for transfers between peers."""
 
     # --- storage -----------------------------------------------------------------
-    secondary_g2_slots: Annotated[int, BeforeValidator(_no_bool), Field(ge=0)] = 0
-    """Chunks of KVCR's own host DRAM pool; 0: no pool."""
+    secondary_g2_slots: values.CountOrNone = 0
+    """Chunks of KVCR's own pool in host DRAM; 0: no pool."""
 
-    g3: G3Config | None = None
-    """Files below that pool."""
+    secondary_g2_bytes: values.SizeOrNone = 0
+    """The same as a size, such as ``"64GiB"``; rounded down to whole chunks. Give one
+    of the two."""
 
-    policy: Name | None = None
-    """``fifo``, ``lru``, ``g3_fifo``, ``g3_lru``, ``module.Class``; default: KVCR's."""
+    g3: Annotated[G3Config | None, values.MAPPING] = None
+    """Files below that pool, see below."""
 
-    kvcr_service_socket_path: Name | None = None
-    """Use the pool of the KVCR service behind this socket instead of an own one."""
+    policy: values.Text | None = None
+    """What stays: ``lru`` or ``fifo``, with files ``g3_lru`` or ``g3_fifo``, or
+    ``module.Class`` of a ``KVCachePolicy``. By default least recently used; with
+    files, blocks that are on file already count as a minute older, so that reading
+    need not wait for writing."""
 
-    compatibility_digest: Name | None = None
-    """What blocks in the service's pool must agree on; ``auto``: the namespace."""
+    kvcr_service_socket_path: values.SocketPath | None = None
+    """Use the pool of the KVCR service behind this socket instead of an own one; goes
+    before ``secondary_g2_slots``, needs ``control_ports``."""
 
-    local_dram_backend: Name = "UCX"
+    compatibility_digest: values.Text | None = None
+    """What engines that share the service's pool must agree on; given together with
+    the socket's path. ``auto``: the namespace."""
+
+    local_dram_backend: values.Plugin = "UCX"
     """NIXL's plugin for copies to and from the pool."""
 
     populate_pool: bool = True
-    """Back the pool with memory at start instead of during the first stores."""
+    """Back the pool with memory at start instead of during the first stores. A pool
+    that cannot fit is refused with both numbers."""
 
     verify_blocks: bool = True
-    """With ``g3``: check every loaded block against what was stored."""
+    """With ``g3``: check every loaded block against a checksum of what was stored."""
 
     # --- limits ------------------------------------------------------------------
-    operation_timeout_ms: Count | None = None
+    operation_timeout_ms: values.Count | None = None
     """How long a load waits for a file, and KVCR works on one operation before it
     cancels it; by default 1000. Left out, KVCR is given ``introduction_timeout_ms``
     where peers are served. With ``g3`` KVCR is given at least a minute in any case:
     NIXL can crash the process when a file operation under way is cancelled."""
 
-    pull_timeout_ms: Count | None = None
+    pull_timeout_ms: values.Count | None = None
     """How long a pull from a peer may take before the request goes on without it; by
     default as long as ``operation_timeout_ms``."""
 
-    introduction_timeout_ms: Count = 15_000
+    introduction_timeout_ms: values.Count = 15_000
     """How long the first contact with a peer may take. Requests that are hinted at it
     run meanwhile as if they had no hint. A given ``operation_timeout_ms``, or half a
     given ``abandon_timeout_ms``, bounds it."""
 
-    abandon_timeout_ms: Count | None = None
-    """When a peer's unstoppable write is given up; at least twice the above."""
+    abandon_timeout_ms: values.Count | None = None
+    """When a peer's unstoppable write is given up; at least, and by default, twice
+    what KVCR is given for an operation, and 5000."""
 
-    max_operation_bytes: Count = 32 << 20
+    max_operation_bytes: values.Size = 32 << 20
     """Jobs are cut into operations of at most this size."""
 
-    max_inflight_bytes: Count = 128 << 20
-    """Most bytes in operations at a time, for loads and for stores each."""
+    max_inflight_bytes: values.Size = 128 << 20
+    """Most bytes in operations at a time, for loads and for stores each; an engine
+    step can move no more."""
 
     # --- the rest ----------------------------------------------------------------
-    namespace: str | bool | None = "auto"
-    """Keeps models apart. ``auto``: from what defines the bytes; any other text: that
-    text; ``off``, ``false``, ``null``: none, as kvcr tiers without this option."""
+    namespace: Annotated[str | bool | None, AfterValidator(values.no_variable)] = "auto"
+    """Keeps models apart. ``auto``, ``on``, ``true``: from what defines the bytes;
+    ``off``, ``false``, ``null``: none, as kvcr tiers without this option; any other
+    text: that text. Give each version of a model's weights a text of its own."""
 
     enable_telemetry: bool = False
     """Export KVCR's and the tier's metrics."""
@@ -262,15 +292,17 @@ class TierConfig(_Options):
                 "the service, which answers peers when this engine is gone, knows no "
                 "secret; leave one of them out"
             )
-        if not self.serves_peers and not self.secondary_g2_slots:
+        if self.secondary_g2_slots and self.secondary_g2_bytes:
             raise ValueError(
-                "nothing to do: give secondary_g2_slots (a pool in host DRAM), "
-                "control_ports (serve peers), or both"
+                f"secondary_g2_slots ({self.secondary_g2_slots}) and "
+                f"secondary_g2_bytes ({self.secondary_g2_bytes}) are both the pool's "
+                "size; give one"
             )
-        if self.g3 is not None and not self.has_own_storage:
+        # Files without a pool are KVCR's to refuse, see ``setup.files_refused``.
+        if not self.serves_peers and not self.has_own_storage and self.g3 is None:
             raise ValueError(
-                "g3 needs secondary_g2_slots (or kvcr_service_socket_path): files hold "
-                "what the pool evicts"
+                "nothing to do: give secondary_g2_slots or secondary_g2_bytes (a pool "
+                "in host DRAM), control_ports (serve peers), or both"
             )
         return self
 
@@ -281,7 +313,11 @@ class TierConfig(_Options):
     @property
     def has_own_storage(self) -> bool:
         """Whether stores have somewhere to go. A landing pool is not for them."""
-        return self.secondary_g2_slots > 0 or self.kvcr_service_socket_path is not None
+        return self.has_own_pool or self.kvcr_service_socket_path is not None
+
+    @property
+    def has_own_pool(self) -> bool:
+        return self.secondary_g2_slots > 0 or self.secondary_g2_bytes > 0
 
     @property
     def owns_inventory(self) -> bool:
@@ -315,6 +351,18 @@ class TierConfig(_Options):
     def pull_timeout(self) -> int:
         timeout = self.pull_timeout_ms or self.load_timeout
         return min(timeout, self.operation_timeout)
+
+    def for_rank(self, local_rank: int | None) -> "TierConfig":
+        """The same with the files of data-parallel rank ``local_rank`` only.
+
+        Raises:
+            OptionError: that rank has no files of its own.
+        """
+        if self.g3 is None:
+            return self
+        several = len(self.control_ports or ()) > 1
+        g3 = self.g3.for_rank(local_rank, several)
+        return self.model_copy(update={"g3": g3})
 
     def control_port(self, local_rank: int | None) -> int | None:
         """The port of data-parallel rank ``local_rank`` on this machine.
@@ -380,6 +428,8 @@ def _describe(fault: Any) -> str:
     if fault["type"] == "extra_forbidden":
         model: type[BaseModel] = G3Config if path[:1] == ["g3"] else TierConfig
         prefix = "g3." if model is G3Config else ""
+        if path[-1] in _ELSEWHERE:
+            return f"{name} is {_ELSEWHERE[path[-1]]}"
         known = sorted(model.model_fields)
         near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         if near:

@@ -43,7 +43,7 @@ from vllm.v1.kv_offload.tiering.base import (
     SecondaryTierManager,
     TransferJob,
 )
-from vllm.v1.kv_offload.tiering.kvcr.backend import setup
+from vllm.v1.kv_offload.tiering.kvcr.backend import preflight, setup
 from vllm.v1.kv_offload.tiering.kvcr.backend.policy import (
     choose_policy,
     follows_order,
@@ -131,7 +131,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             **shims.base_arguments(backpressure_detector),
         )
         check_environment()
-        config = parse_options(options)
+        local_rank = offloading_spec.config.parallel.data_parallel_rank_local
+        config = parse_options(options).for_rank(local_rank)
         self._config = config
         self.locality = Locality(config.locality) if config.locality else None
         primary = setup.primary_of(primary_kv_view)
@@ -140,7 +141,6 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         events = offloading_spec.kv_events_config
         for warning in setup.warnings(config, events):
             logger.warning("kvcr tier: %s", warning)
-        local_rank = offloading_spec.config.parallel.data_parallel_rank_local
         port = config.control_port(local_rank)
         namespace = make_namespace(config.namespace, offloading_spec, primary.row_bytes)
         self._prefix = namespace.prefix
@@ -173,6 +173,9 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             ingested = None if residency is None else residency.ingested
             observe(policy, ingested, disk.placement_failed)
         self._disk = disk
+        config, made_files = preflight.check(
+            KVCR, config, options, primary, port, events.enable_kv_cache_events
+        )
         self._backend = Backend.start(
             Natives(KVCR, ZmqPeerControlChannel, mmap.mmap, _RETAINED_NATIVE_BUFFERS),
             config,
@@ -182,6 +185,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             agent=agent,
             port=port,
             guard=guard,
+            made_files=made_files,
             bindings={
                 "request_pin": self._pins.request_pin,
                 "poll_pin_results": self._pins.poll_pin_results,

@@ -25,7 +25,8 @@ _FIELDS = (
     "layout",
     "hash",
 )
-_OFF = ("", "off", "none", "false")
+_AUTO = ("auto", "true", "on", "yes", "1")
+_OFF = ("", "off", "false", "no", "none", "null", "0")
 SIZE = _TOTAL_BYTES + len(_FIELDS)
 """Bytes of a prefix: a digest of everything, then one byte for each field, which only
 serves to name the field that differs."""
@@ -62,14 +63,16 @@ def make_namespace(option: str | bool | None, spec: Any, row_bytes: int) -> Name
     """The namespace that ``option`` asks for.
 
     Args:
-        option: ``"auto"`` (or true) derives it from ``spec``; other text is the whole
-            namespace; ``"off"``, false, ``None`` or empty text is none.
+        option: Words that mean a switch, in any case and with spaces around them, are
+            one: ``auto`` derives the namespace from ``spec``, ``off`` is none. Other
+            text is the whole namespace, as it stands.
         spec: vLLM's offloading spec. A partial one, without a model, gives none.
         row_bytes: Bytes of one chunk in the primary tier.
     """
-    if option in (None, False) or str(option).lower() in _OFF:
+    word = str(option).strip().lower()
+    if word in _OFF:
         return Namespace()
-    if option in (True, "auto"):
+    if word in _AUTO:
         return _derived(spec, row_bytes)
     return _assemble({name: str(option) for name in _FIELDS})
 

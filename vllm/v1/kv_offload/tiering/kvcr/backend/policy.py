@@ -46,9 +46,20 @@ def choose_policy(name: str | None, *, has_files: bool) -> KVCachePolicy | None:
     Raises:
         ValueError, TypeError: as ``make_policy``.
     """
-    if name is not None:
-        return make_policy(name)
-    return CleanFirstPolicy() if has_files else None
+    if name is None:
+        return CleanFirstPolicy() if has_files else None
+    policy = make_policy(name)
+    # It takes every block into the pool and drops what that evicts.
+    no_files = all(
+        getattr(type(policy), name) is getattr(FIFOPolicy, name)
+        for name in ("decide_ingest", "decide_eviction")
+    )
+    if has_files and no_files:
+        raise ValueError(
+            f"kvcr tier: policy = {name!r}: never writes to the files of g3; use "
+            "g3_lru or g3_fifo, or leave it out"
+        )
+    return policy
 
 
 def follows_order(policy: KVCachePolicy | None) -> bool:

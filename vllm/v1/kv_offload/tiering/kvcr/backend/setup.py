@@ -9,6 +9,7 @@ import ctypes
 import socket
 from dataclasses import dataclass, replace
 from mmap import PAGESIZE
+from pathlib import Path
 from typing import Any
 
 from kvcr import KVCRServiceError
@@ -53,16 +54,17 @@ def primary_of(view: memoryview) -> Primary:
     """Read the primary tier's shape off its view.
 
     Raises:
-        ValueError: the view is not the ``(num_chunks, row_stride_bytes)`` one that
-            vLLM promises. Addresses derived from another would be wrong.
+        ValueError: the view is neither the ``(num_chunks, row_stride_bytes)`` one
+            that vLLM promises nor a flat one. Addresses derived from another would be
+            wrong.
     """
     if view.readonly:
         raise ValueError("the primary tier's memory is read-only")
-    if view.ndim != 2 or not view.c_contiguous:
+    if view.ndim not in (1, 2) or not view.c_contiguous:
         raise ValueError(
             "the primary tier's memory must be a C-contiguous view of shape "
-            f"(num_chunks, row_stride_bytes), not {view.shape} with strides "
-            f"{view.strides}"
+            "(num_chunks, row_stride_bytes), or a flat one with an element for each "
+            f"chunk, not {view.shape} with strides {view.strides}"
         )
     assert view.shape is not None
     assert view.strides is not None
@@ -83,8 +85,11 @@ def warnings(config: TierConfig, events: Any) -> list[str]:
         OptionError: events are on, and would not say what KVCR's blocks are.
     """
     said = []
-    if config.kvcr_service_socket_path is not None and config.secondary_g2_slots:
-        said.append("the service's pool is used; secondary_g2_slots is ignored")
+    if config.kvcr_service_socket_path is not None and config.has_own_pool:
+        said.append(
+            "the service's pool is used; secondary_g2_slots and secondary_g2_bytes are "
+            "ignored"
+        )
     given = config.operation_timeout_ms
     if config.serves_peers and given and given < config.introduction_timeout_ms:
         said.append(
@@ -119,11 +124,10 @@ def control_secret(config: TierConfig) -> bytes | None:
     if config.control_secret_file is None or not config.serves_peers:
         return None
     try:
-        return read_secret(config.control_secret_file)
+        return read_secret(Path(config.control_secret_file))
     except ValueError as error:
         raise OptionError(
-            f"kvcr tier: control_secret_file = {str(config.control_secret_file)!r}: "
-            f"{error}"
+            f"kvcr tier: control_secret_file = {config.control_secret_file!r}: {error}"
         ) from error
 
 
@@ -133,8 +137,18 @@ def pool_slots(config: TierConfig, primary: Primary) -> tuple[int, str]:
         return 0, ""
     if config.secondary_g2_slots:
         return config.secondary_g2_slots, "secondary_g2_slots"
+    if config.secondary_g2_bytes:
+        slots = config.secondary_g2_bytes // primary.row_bytes
+        if not slots:
+            raise OptionError(
+                f"kvcr tier: secondary_g2_bytes = {config.secondary_g2_bytes}: holds "
+                f"no whole chunk, which is {primary.row_bytes} bytes here"
+            )
+        return slots, "secondary_g2_bytes"
     if not config.serves_peers:
         return 0, ""
+    if config.g3 is not None:
+        return 0, ""  # a landing pool evicts nothing into files
     if config.landing_slots is not None:
         return config.landing_slots, "landing_slots"
     if config.remote_landing == "primary":
@@ -235,7 +249,7 @@ def guard_config(
     if config.kvcr_service_socket_path is None:
         return None
     digest = config.compatibility_digest or ""
-    if digest == "auto":
+    if digest.strip().lower() == "auto":
         digest = namespace.digest
         if not digest:
             raise OptionError(
@@ -246,6 +260,18 @@ def guard_config(
         kvcr_service_socket_path=config.kvcr_service_socket_path,
         guard_index=local_rank or 0,
         compatibility_digest=digest,
+    )
+
+
+def what_answers(guard: KVCRGuardConfig | None) -> str:
+    """What a start waits for."""
+    if guard is None:
+        return "NIXL to start its backends"
+    return (
+        f"the KVCR service behind kvcr_service_socket_path = "
+        f"{guard.kvcr_service_socket_path!r} to give the pool of guard "
+        f"{guard.guard_index}, and for NIXL (a service that hangs takes the connection "
+        "and stays silent; look at its log, or restart it)"
     )
 
 
@@ -269,7 +295,30 @@ def service_refused(
     )
 
 
-def _g3_options(g3: G3Config, primary: Primary) -> G3Options:
+def files_refused(config: TierConfig, error: BaseException) -> OptionError | None:
+    """KVCR's refusal of files, or of a policy that needs some, in our words."""
+    if not isinstance(error, ValueError):
+        return None
+    if config.g3 is not None and not config.has_own_storage:
+        return OptionError(
+            f"kvcr tier: g3 needs a pool, since files hold what the pool evicts; give "
+            "secondary_g2_slots or secondary_g2_bytes, or kvcr_service_socket_path "
+            f"(KVCR: {error})"
+        )
+    if config.policy is not None and "requires configured" in str(error):
+        return OptionError(
+            f"kvcr tier: policy = {config.policy!r}: it needs storage that is not "
+            f"configured; give g3, or another policy (KVCR: {error})"
+        )
+    return None
+
+
+def g3_file_bytes(g3: G3Config, primary: Primary) -> int:
+    """Size of each file: as many whole chunks as its capacity holds.
+
+    Raises:
+        OptionError: files of this size, or of this primary tier's chunks, cannot be.
+    """
     size = g3.capacity_bytes_per_file // primary.row_bytes * primary.row_bytes
     if primary.row_bytes % PAGESIZE:
         raise OptionError(
@@ -281,9 +330,13 @@ def _g3_options(g3: G3Config, primary: Primary) -> G3Options:
             f"kvcr tier: g3.capacity_bytes_per_file = {g3.capacity_bytes_per_file}: "
             f"holds no whole chunk, which is {primary.row_bytes} bytes here"
         )
+    return size
+
+
+def _g3_options(g3: G3Config, primary: Primary) -> G3Options:
     options = G3Options(
         paths=g3.paths,
-        capacity_bytes_per_file=size,
+        capacity_bytes_per_file=g3_file_bytes(g3, primary),
         backend_options=g3.backend_options,
     )
     return options if g3.backend is None else replace(options, backend=g3.backend)

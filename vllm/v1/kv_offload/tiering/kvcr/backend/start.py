@@ -3,14 +3,15 @@
 """KVCR and its memory: started, undone if the start fails, closed, and kept mapped
 where native code may still touch it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvcr import KVCRBindings
 from kvcr.config import KVCRGuardConfig
 
-from vllm.v1.kv_offload.tiering.kvcr.backend import setup
+from vllm.v1.kv_offload.tiering.kvcr.backend import files, setup, start_errors, waiting
 from vllm.v1.kv_offload.tiering.kvcr.backend.closing import Closer
 from vllm.v1.kv_offload.tiering.kvcr.backend.pool import PoolMemory
 from vllm.v1.kv_offload.tiering.kvcr.backend.protocol import KvcrApi
@@ -57,6 +58,7 @@ class Backend:
         agent: str,
         port: int | None,
         guard: KVCRGuardConfig | None,
+        made_files: Sequence[Path],
         bindings: dict[str, Any],
     ) -> "Backend":
         """Start KVCR.
@@ -64,6 +66,7 @@ class Backend:
         Args:
             primary_buffer: What owns the primary tier's memory, to be kept alive.
             port: Where to listen for peers, if they are served.
+            made_files: Files that were made for this start, and go if it fails.
             bindings: Those of KVCR's callbacks that are not the control channel.
 
         Raises:
@@ -75,7 +78,8 @@ class Backend:
             backend._start(config, primary, agent, port, guard, bindings)
         except BaseException as error:
             backend._undo(error)
-            refused = setup.service_refused(guard, error)
+            files.remove(made_files)
+            refused = start_errors.explain(error, config, primary, guard)
             if refused is not None:
                 raise refused from error
             raise
@@ -121,12 +125,13 @@ class Backend:
                 config.control_host, port, setup.advertise_host(config)
             )
             self._channel = guard_channel(channel, secret)
-        self.kvcr = self._natives.kvcr(
-            setup.kvcr_config(config, primary, agent),
-            KVCRBindings(framework_control=self._channel, **bindings),
-            setup.backend_configs(config, primary, pool),
-            guard,
-        )
+        with waiting.told(setup.what_answers(guard)):
+            self.kvcr = self._natives.kvcr(
+                setup.kvcr_config(config, primary, agent),
+                KVCRBindings(framework_control=self._channel, **bindings),
+                setup.backend_configs(config, primary, pool),
+                guard,
+            )
         if isinstance(self._channel, PeerChannel):
             self._channel.when_closed(shims.peer_forgetter(self.kvcr))
         if guard is not None:

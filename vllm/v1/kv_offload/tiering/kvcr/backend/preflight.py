@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What is looked at outside, in files, ports, NIXL and the environment, before KVCR
+starts.
+
+Failure model: what would not work is refused by ``OptionError``, what may not work as
+meant is a warning; a look that could not be taken is neither.
+"""
+
+import errno
+import ipaddress
+import os
+import resource
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+from kvcr import KVCR
+
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.tiering.kvcr.backend import files, setup
+from vllm.v1.kv_offload.tiering.kvcr.compat.nixl import Nixl
+from vllm.v1.kv_offload.tiering.kvcr.config import OptionError, TierConfig
+
+logger = init_logger(__name__)
+
+_GDS = "GDS_MT"
+_POSIX = "POSIX"
+_RDMA = Path("/sys/class/infiniband")
+# Measured over TCP: 20 take 2 s, 60 take longer than the 30 s that KVCR waits,
+# and of more than about 120 UCX makes NIXL_ERR_BACKEND.
+MANY_INTERFACES = 24
+
+
+def check(
+    kvcr: Any,
+    config: TierConfig,
+    options: Mapping[str, Any],
+    primary: setup.Primary,
+    port: int | None,
+    publishes: bool,
+) -> tuple[TierConfig, list[Path]]:
+    """Refuse what cannot work before anything native starts, and warn of the rest.
+
+    Args:
+        kvcr: What will be started. Of a stand-in's files, ports and plugins nothing
+            is known.
+        options: As the operator wrote them; routers read these.
+        publishes: Whether vLLM's KV events are on.
+
+    Returns:
+        The options with what had to be decided, and the files made for this start,
+        which ``files.remove`` takes away if it fails.
+
+    Raises:
+        OptionError: naming the option, the value and what to do.
+    """
+    if kvcr is not KVCR:
+        return config, []
+    for warning in warnings(config, options, primary, publishes):
+        logger.warning_once("kvcr tier: %s", warning)
+    if port is not None and config.kvcr_service_socket_path is None:
+        check_port(config.control_host, port)
+    config = check_plugins(config, Nixl())
+    if config.g3 is None or not config.has_own_storage:
+        return config, []
+    made = files.prepare(
+        config.g3.paths,
+        setup.g3_file_bytes(config.g3, primary),
+        kept=config.kvcr_service_socket_path is not None,
+    )
+    return config, made
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that cannot be listened on, by listening on it as KVCR will."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            reason = "is in use; give another, or end the process that listens there"
+        elif error.errno == errno.EACCES:
+            reason = "may not be used by this user; give one above 1023"
+        else:
+            raise OptionError(
+                f"kvcr tier: control_host = {host!r}: cannot be listened on "
+                f"({error.strerror or error}); give an address of this machine, or "
+                "leave it out for all of them"
+            ) from error
+        raise OptionError(
+            f"kvcr tier: control_ports: port {port} on {host} {reason}"
+        ) from error
+
+
+def check_plugins(config: TierConfig, nixl: Nixl) -> TierConfig:
+    """Refuse plugins that this NIXL does not have; choose one for files if need be."""
+    if config.has_own_pool and config.kvcr_service_socket_path is None:
+        _check_plugin("local_dram_backend", config.local_dram_backend, "DRAM_SEG", nixl)
+    if config.serves_peers:
+        name = config.remote_fw_dram_backend
+        _check_plugin("remote_fw_dram_backend", name, "DRAM_SEG", nixl)
+    if config.g3 is None:
+        return config
+    if config.g3.backend is not None:
+        _check_plugin("g3.backend", config.g3.backend, "FILE_SEG", nixl)
+        return config
+    reason = nixl.why_unusable(_GDS, config.g3.backend_options)
+    if reason is None:
+        return config
+    logger.warning_once(
+        "kvcr tier: g3.backend is not given and %s cannot be used here (%s), so files "
+        "are read and written through %s. Set g3.backend to that to accept it, or "
+        "install GPUDirect Storage",
+        _GDS,
+        reason,
+        _POSIX,
+    )
+    g3 = config.g3.model_copy(update={"backend": _POSIX})
+    return config.model_copy(update={"g3": g3})
+
+
+def _check_plugin(option: str, name: str, kind: str, nixl: Nixl) -> None:
+    if nixl.names is None or nixl.memory(name) is None:
+        return
+    if kind in (nixl.memory(name) or ()):
+        return
+    if name not in nixl.names:
+        reason = "this NIXL has no such plugin"
+    elif not nixl.memory(name):
+        reason = "this plugin of NIXL cannot be loaded, what it needs is not here"
+    else:
+        reason = "this plugin of NIXL is for something else"
+    usable = [each for each in nixl.names if kind in (nixl.memory(each) or ())]
+    raise OptionError(
+        f"kvcr tier: {option} = {name!r}: {reason}; usable here are "
+        f"{', '.join(usable) or 'none'}"
+    )
+
+
+def warnings(
+    config: TierConfig,
+    options: Mapping[str, Any],
+    primary: setup.Primary,
+    publishes: bool,
+) -> list[str]:
+    """What starts and may not work as meant."""
+    found = [
+        *_peer_warnings(config),
+        _router_warning(config, options, publishes),
+        _locked_memory_warning(config, primary),
+    ]
+    if "UCX" in (config.local_dram_backend, config.remote_fw_dram_backend):
+        found.append(interfaces_warning())
+    return [warning for warning in found if warning is not None]
+
+
+def _peer_warnings(config: TierConfig) -> list[str]:
+    if not config.serves_peers:
+        return []
+    found = []
+    if os.getenv("PYTHONHASHSEED") is None:
+        found.append(
+            "peers are served and PYTHONHASHSEED is not set: with a hash algorithm "
+            "that is not cryptographic (xxhash) every engine hashes the same block "
+            "differently, and no block of a peer is ever found. Set it to the same "
+            "value for all engines"
+        )
+    if os.getenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1").strip() == "0":
+        found.append(
+            "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0, so KV events carry block hashes "
+            "as bytes, but KVCR's hints take 64-bit integers only and will not match. "
+            "Unset it"
+        )
+    host = config.control_advertise_host
+    if host is not None and _is_loopback(host):
+        found.append(
+            f"control_advertise_host = {host!r} is a loopback address: a peer on "
+            "another machine that dials it reaches itself. Give an address of this "
+            "machine that peers can reach"
+        )
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost" or host.lower().startswith("localhost.")
+
+
+def _router_warning(
+    config: TierConfig, options: Mapping[str, Any], publishes: bool
+) -> str | None:
+    if not (config.serves_peers and publishes):
+        return None
+    names = [
+        name
+        for name in ("control_ports", "router_capabilities")
+        if not isinstance(options.get(name), (list, tuple))
+    ]
+    if not names:
+        return None
+    return (
+        f"KV events are on and peers are served, but {' and '.join(names)} "
+        f"{'is' if len(names) == 1 else 'are'} not given as a list. Dynamo's router "
+        "reads both from the tier's options, and gives an engine without them no "
+        'hints. Give "router_capabilities": ["router_hint"] and control_ports as a list'
+    )
+
+
+def _locked_memory_warning(config: TierConfig, primary: setup.Primary) -> str | None:
+    """RDMA locks what it registers; TCP and shared memory do not."""
+    try:
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if limit == resource.RLIM_INFINITY or not any(_RDMA.iterdir()):
+            return None
+    except OSError:
+        return None
+    slots, _ = setup.pool_slots(config, primary)
+    needed = (primary.rows + slots) * primary.row_bytes
+    if needed <= limit:
+        return None
+    return (
+        f"RDMA has to lock the primary tier and the pool, {needed:,} bytes, but this "
+        f"process may lock only {limit:,} (memlock). Raise the limit: ulimit -l "
+        "unlimited, --ulimit memlock=-1, or the capability IPC_LOCK"
+    )
+
+
+def interfaces_warning() -> str | None:
+    """Whether UCX has more network interfaces to open than it does in good time."""
+    if os.getenv("UCX_NET_DEVICES") is not None:
+        return None
+    try:
+        up = [name for name, state in psutil.net_if_stats().items() if state.isup]
+    except Exception:
+        return None
+    if len(up) <= MANY_INTERFACES:
+        return None
+    return (
+        f"this machine has {len(up)} network interfaces, and UCX opens every one, "
+        "which can take longer than KVCR waits at start. Name those to use in "
+        "UCX_NET_DEVICES, such as UCX_NET_DEVICES=eth0"
+    )

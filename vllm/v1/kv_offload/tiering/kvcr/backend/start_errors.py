@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Why KVCR did not start, in an operator's words."""
+
+import os
+from collections.abc import Iterator
+
+from kvcr.config import KVCRGuardConfig
+
+from vllm.v1.kv_offload.tiering.kvcr.backend import files, setup
+from vllm.v1.kv_offload.tiering.kvcr.backend.preflight import interfaces_warning
+from vllm.v1.kv_offload.tiering.kvcr.config import TierConfig
+
+_NIXL = ("NIXL_ERR", "initialization timed out")
+
+
+def explain(
+    error: BaseException,
+    config: TierConfig,
+    primary: setup.Primary,
+    guard: KVCRGuardConfig | None,
+) -> Exception | None:
+    """What to raise from ``error``, which starting KVCR raised; ``None``: itself."""
+    told = setup.service_refused(guard, error) or setup.files_refused(config, error)
+    if told is None and config.g3 is not None and isinstance(error, OSError):
+        size = setup.g3_file_bytes(config.g3, primary)
+        told = files.explain(error, config.g3.paths, size)
+    return told or _nixl_failed(config, error)
+
+
+def _nixl_failed(config: TierConfig, error: BaseException) -> RuntimeError | None:
+    if not isinstance(error, Exception):
+        return None
+    if not any(mark in str(each) for each in _chain(error) for mark in _NIXL):
+        return None
+    backends = [f"local_dram_backend = {config.local_dram_backend}"]
+    if config.serves_peers:
+        backends.append(f"remote_fw_dram_backend = {config.remote_fw_dram_backend}")
+    if config.g3 is not None:
+        given = config.g3.backend or "KVCR's default"
+        backends.append(f"g3.backend = {given} {dict(config.g3.backend_options)}")
+    variables = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("UCX_", "NIXL_"))
+    ]
+    advice = [
+        "the lines above, written by UCX and NIXL to stderr, say which part",
+        "UCX_TLS and UCX_NET_DEVICES may name only what this machine has (ucx_info -d)",
+    ]
+    if config.g3 is not None:
+        advice.append(
+            "where a container blocks asynchronous I/O, or fs.aio-max-nr is used up, "
+            'g3.backend_options may be {"use_uring": true} or {"use_posix_aio": true}'
+        )
+    many = interfaces_warning()
+    if many is not None:
+        advice.append(many)
+    return RuntimeError(
+        f"kvcr tier: NIXL could not be started: {error} ({', '.join(backends)}; "
+        f"environment: {' '.join(variables) or 'no UCX_* or NIXL_* variable'}). "
+        f"What to do: {'; '.join(advice)}"
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    at: BaseException | None = error
+    while at is not None:
+        yield at
+        at = at.__cause__

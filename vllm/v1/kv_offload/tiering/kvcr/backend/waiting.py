@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Says what a start waits for, while it waits."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_FIRST_S = 5.0
+_THEN_S = 15.0
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Log a line after some seconds, and every few more, until the block is left."""
+    over = threading.Event()
+    began = time.monotonic()
+
+    def tell() -> None:
+        pause_s = _FIRST_S
+        while not over.wait(pause_s):
+            waited_s = time.monotonic() - began
+            logger.warning("kvcr tier: waiting for %s for %.0f s", what, waited_s)
+            pause_s = _THEN_S
+
+    thread = threading.Thread(target=tell, name="kvcr-tier-wait", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

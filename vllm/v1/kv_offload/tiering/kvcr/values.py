@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""How one option's value is read: loosely where its meaning is plain, else refused.
+
+Each refusal says what is wrong with the value; ``config`` puts the option's name and
+the value in front of it.
+"""
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+)
+from pydantic_core import PydanticCustomError
+
+from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import peer_pattern
+
+RANK = "{rank}"
+"""What stands in a path for the local data-parallel rank."""
+
+_VARIABLE = re.compile(r"\$(?:\([^)]*\)?|\{[^}]*\}?|[A-Za-z_]\w*)|\{\{.*")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|file:")
+_HOST = re.compile(r"[\w.-]+")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtpe])(i?))?b?", re.IGNORECASE)
+# NIXL takes a plugin's name as it is spelt here only.
+_PLUGINS = {
+    name.lower(): name
+    for name in (
+        *("UCX", "LIBFABRIC", "Mooncake", "UCCL", "GPUNETIO"),
+        *("POSIX", "GDS", "GDS_MT", "HF3FS", "GUSLI", "INFINIA", "OBJ", "AZURE_BLOB"),
+    )
+}
+
+
+def _wrong_type(message: str) -> PydanticCustomError:
+    # The suffix makes it a TypeError.
+    return PydanticCustomError("option_type", "{message}", {"message": message})
+
+
+def _no_bool(value: Any) -> Any:
+    # bool is an int to Python: true would silently become 1.
+    if isinstance(value, bool):
+        raise _wrong_type("Input should be a number, not a boolean")
+    return value
+
+
+def one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, (str, int, Path)) else value
+
+
+# --- text ----------------------------------------------------------------------------
+
+
+def no_variable(value: Any) -> Any:
+    """Refuse text with a variable in it that a shell, Kubernetes or Helm left there."""
+    if isinstance(value, str) and (found := _VARIABLE.search(value)):
+        raise ValueError(
+            f"holds the variable {found.group()!r}, which nothing expanded: options "
+            "are taken as they stand. Define it where they are written (in Kubernetes "
+            "under env), or write its value"
+        )
+    return value
+
+
+def _literal(value: str) -> str:
+    """Text that names a host or a file, as it stands."""
+    if not value.strip():
+        raise ValueError("is empty")
+    if value != value.strip():
+        raise ValueError("has spaces around it; remove them")
+    if not value.isprintable():
+        raise ValueError("holds a character that cannot be printed")
+    return str(no_variable(value))
+
+
+def _host(value: str) -> str:
+    host = _literal(value)
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        address = ipaddress.ip_address(bare)
+    except ValueError:
+        address = None
+    if address is not None and address.version == 6:
+        raise ValueError(
+            "KVCR listens on IPv4 only; give an IPv4 address, or a name that has one"
+        )
+    if host == "*":
+        raise ValueError("0.0.0.0 stands for every address")
+    if address is None and not _HOST.fullmatch(host):
+        raise ValueError(
+            "give the host only, without scheme or port; the port is control_ports'"
+        )
+    if address is None and not host.strip("0123456789."):
+        raise ValueError("is no IPv4 address")
+    return host
+
+
+def _dialable(value: str) -> str:
+    if value.strip() in ("*", "0.0.0.0", "::", "[::]"):
+        raise ValueError("peers cannot dial a wildcard; give the host they can reach")
+    return _host(value)
+
+
+def _path(value: str) -> str:
+    path = _literal(value)
+    if _URL.match(path):
+        raise ValueError("is a URL; give a path")
+    if path.startswith("~"):
+        raise ValueError("~ is not expanded; give the whole path")
+    return path
+
+
+# --- numbers -------------------------------------------------------------------------
+
+
+def _size(value: Any) -> Any:
+    if not isinstance(value, str) or value.strip().isdecimal():
+        return _no_bool(value)
+    found = _SIZE.fullmatch(value.strip())
+    if found is None:
+        raise ValueError('give bytes, as a number or as text such as "8GiB" or "10G"')
+    number, prefix, binary = found.groups()
+    power = " kmgtpe".index((prefix or " ").lower())
+    return int(Decimal(number) * (1024 if binary else 1000) ** power)
+
+
+def _ports(value: Any) -> Any:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(","))
+    if isinstance(value, (list, tuple)) and not value:
+        raise ValueError("give at least one port, or leave it out to serve no peers")
+    return one_or_more(value)
+
+
+# --- g3 ------------------------------------------------------------------------------
+
+
+def _g3_path(value: Any) -> Path:
+    if not isinstance(value, (str, Path)):
+        raise _wrong_type(f"{value!r} is no path")
+    try:
+        path = _path(str(value))
+    except ValueError as error:
+        raise ValueError(f"{str(value)!r}: {error}") from None
+    if "{" in path.replace(RANK, "") or "}" in path.replace(RANK, ""):
+        raise ValueError(f"{path!r}: of what is in braces only {RANK} has a meaning")
+    return Path(path)
+
+
+def _g3_paths(value: Any) -> tuple[Any, ...]:
+    """One path, several, or a list of paths for each local data-parallel rank."""
+    given = one_or_more(value)
+    if not isinstance(given, (list, tuple)):
+        raise _wrong_type("give a path, a list of paths, or such a list for each rank")
+    nested = [isinstance(each, (list, tuple)) for each in given]
+    if any(nested) and not all(nested):
+        raise ValueError("give either paths, or a list of paths for each rank")
+    parts = given if any(nested) else [given]
+    paths = tuple(tuple(_g3_path(each) for each in part) for part in parts)
+    if not paths or not all(paths):
+        raise ValueError("give at least one path")
+    flat = [path for part in paths for path in part]
+    for path in flat:
+        if flat.count(path) > 1:
+            raise ValueError(f"{str(path)!r} is there twice; each file is used once")
+    return paths if any(nested) else paths[0]
+
+
+def _mapping(value: Any) -> Any:
+    if value is None or isinstance(value, (Mapping, BaseModel)):
+        return value
+    raise _wrong_type(
+        'give a mapping: {"paths": "/folder/file", "capacity_bytes_per_file": '
+        '"100GiB", "backend": "POSIX"}'
+    )
+
+
+def _plugin(value: str) -> str:
+    name = str(no_variable(value.strip()))
+    if not name:
+        raise ValueError("is empty")
+    return _PLUGINS.get(name.lower(), name)
+
+
+def _plugin_options(value: Any) -> Any:
+    """NIXL takes text only, and of ``True`` it makes false."""
+    if not isinstance(value, Mapping):
+        return value
+    words = {"True": "true", "False": "false"}
+    read = {}
+    for key, each in value.items():
+        if not isinstance(each, (str, bool, int, float)):
+            raise ValueError(f"{key!r}: {each!r} is neither text, number nor boolean")
+        text = str(no_variable(str(each).strip()))
+        read[key] = words.get(text.capitalize(), text)
+    return read
+
+
+# What comes first here is nearest to the number, and so part of the JSON schema.
+_NUMBER = Annotated[str, Field(pattern=r"^[0-9]+$")]
+_SIZE_TEXT = Annotated[
+    str, Field(pattern=r"^ *[0-9]+(\.[0-9]+)? *([kKmMgGtTpPeE]i?)?[bB]? *$")
+]
+_ONE_UP = Annotated[int, Field(gt=0)]
+_ZERO_UP = Annotated[int, Field(ge=0)]
+Count = Annotated[
+    _ONE_UP, BeforeValidator(_no_bool, json_schema_input_type=_ONE_UP | _NUMBER)
+]
+CountOrNone = Annotated[
+    _ZERO_UP, BeforeValidator(_no_bool, json_schema_input_type=_ZERO_UP | _NUMBER)
+]
+Size = Annotated[
+    _ONE_UP, BeforeValidator(_size, json_schema_input_type=_ONE_UP | _SIZE_TEXT)
+]
+SizeOrNone = Annotated[
+    _ZERO_UP, BeforeValidator(_size, json_schema_input_type=_ZERO_UP | _SIZE_TEXT)
+]
+Text = Annotated[str, AfterValidator(no_variable), Field(min_length=1)]
+Host = Annotated[str, AfterValidator(_host)]
+DialableHost = Annotated[str, AfterValidator(_dialable)]
+SocketPath = Annotated[str, AfterValidator(_path)]
+FilePath = Annotated[str, AfterValidator(_path)]
+Plugin = Annotated[str, AfterValidator(_plugin)]
+_PORT = Annotated[int, Field(ge=1, le=65535)]
+_PORT_TEXT = Annotated[str, Field(pattern=r"^ *[0-9]+ *(, *[0-9]+ *)*$")]
+_Port = Annotated[_PORT, BeforeValidator(_no_bool)]
+Ports = Annotated[
+    tuple[_Port, ...],
+    BeforeValidator(
+        _ports,
+        json_schema_input_type=(
+            _PORT | _PORT_TEXT | Annotated[list[_PORT | _NUMBER], Field(min_length=1)]
+        ),
+    ),
+]
+Names = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    BeforeValidator(one_or_more, json_schema_input_type=str | list[str]),
+]
+Peers = Annotated[
+    tuple[
+        Annotated[str, AfterValidator(no_variable), AfterValidator(peer_pattern)], ...
+    ],
+    BeforeValidator(one_or_more, json_schema_input_type=str | list[str]),
+    Field(min_length=1),
+]
+G3Paths = Annotated[
+    tuple[Path, ...],
+    PlainValidator(_g3_paths, json_schema_input_type=str | list[str] | list[list[str]]),
+]
+PluginOptions = Annotated[
+    dict[str, str],
+    BeforeValidator(
+        _plugin_options, json_schema_input_type=dict[str, str | bool | int | float]
+    ),
+]
+MAPPING = BeforeValidator(_mapping)
