@@ -54,17 +54,19 @@ def test_no_room_in_the_files_is_no_failure(reason: str) -> None:
 
 def test_while_stores_time_out_it_may_be_their_deadline() -> None:
     watched = Watched()
-    watched.watch.stores_time_out = lambda: True
     watched.watch.placement_failed(failure())
+    assert watched.watch.unjudged
+    watched.watch.judge(stores_time_out=True)
     assert (watched.reason, watched.lost()) == ("none", {"disk_failed": 1})
-    watched.watch.stores_time_out = lambda: False
+    assert not watched.watch.unjudged
     watched.watch.placement_failed(failure())
+    watched.watch.judge(stores_time_out=False)
     assert watched.reason == "disk_failing"
 
 
 def test_only_writing_well_for_a_while_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched()
-    watched.watch.placement_failed(failure())
+    watched.watch.judge(stores_time_out=False)
     watched.watch.report(WRITTEN)
     assert watched.reason == "disk_failing"
     monkeypatch.setattr(disk, "_QUIET_S", 0.0)

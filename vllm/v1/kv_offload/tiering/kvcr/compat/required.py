@@ -55,6 +55,8 @@ REQUIRED_NAMES = {
         "PinHandle",
         "PinRequestId",
         "PinResult",
+        "PlacementDecision",
+        "PlacementFailure",
         "QueryStatus",
         "RecoveryMirrorError",
         "ReleaseHandle",

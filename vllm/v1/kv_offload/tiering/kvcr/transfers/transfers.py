@@ -17,6 +17,7 @@ the call; ``abandon`` then ends what can be ended. Completions that are unknown,
 repeated or too large are ignored. Runs on the thread that drives the tier.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -108,6 +109,7 @@ class Transfers:
         self._store_window = limits.store_window
         if self._has_files:
             self._store_window = min(limits.store_window, _FIRST_FILED_STORES)
+        self._store_timed_out_at = -math.inf
         self._results: deque[JobResult] = deque()
         self.corrupt = 0
         """Blocks found damaged; for the owner to read and reset."""
