@@ -39,8 +39,8 @@ off. The tier decides by what the installed packages have, not by version number
 | `off_thread_polling` | vLLM polls a tier with peers or files from a thread of its \
 own, also while the engine sleeps; without it, an engine that serves peers keeps \
 stepping |
-| `store_declining` | stores that have nowhere to go are declined before they become \
-jobs; without it they end at once as successes |
+| `backpressure` | vLLM declines stores by the backpressure detector that is \
+configured for the tier |
 | `transfer_sizes` | results carry their size, for vLLM's metrics and backpressure |
 | `kv_hints` | a request carries routing hints in a field of its own; without it, in \
 `kv_transfer_params` only |

@@ -21,7 +21,7 @@ from vllm_kvcr.servers import Answer, Metrics, Server, ServerFailed, longest
 WORKLOAD = Workload(prompts=3)
 EVENTS_SECONDS = 15.0
 # Until B and A know each other well, and A's metrics tell what that took.
-INTRODUCTION_SECONDS = 6.0
+INTRODUCTION_SECONDS = 20.0
 # From A's side of a pull until its metrics show it; it sleeps meanwhile.
 METRICS_SECONDS = 10.0
 IDLE_SECONDS = 3.0
@@ -169,8 +169,7 @@ def run(
 
         tell("B is introduced to A")
         introduced = ask(first)
-        time.sleep(INTRODUCTION_SECONDS)
-        before = Moved.so_far(a.metrics(), b.metrics())
+        before = _wait_until_introduced(a, b)
         tell("B answers with blocks of A")
         served = ask(second)
         tell("reading both metrics")
@@ -229,6 +228,18 @@ def hint_at(
     if not hashes:
         raise ServerFailed(f"server {source.name} announced no block of a prompt")
     return fetch_hint(source.control_endpoint, hashes)
+
+
+def _wait_until_introduced(a: Server, b: Server) -> Moved:
+    """Until the block of the introduction has arrived, by both sides' metrics."""
+    deadline = time.monotonic() + INTRODUCTION_SECONDS
+    while True:
+        moved = Moved.so_far(a.metrics(), b.metrics())
+        if moved.blocks_fetched == moved.blocks_written > 0:
+            return moved
+        if time.monotonic() >= deadline:
+            return moved
+        time.sleep(0.2)
 
 
 def _wait_until_agreed(source: Server, target: Server, before: Moved) -> Moved:

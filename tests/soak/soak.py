@@ -47,7 +47,7 @@ _NOT_TIMED = ("drain_jobs", "shutdown")
 _TABLES_THAT_MAY_STAY = (
     "backoff.",
     "hints._own_endpoints",
-    "landings._fetching",  # what a dead peer never finished is KVCR's for good
+    "staging._fetches",  # what a dead peer never finished is KVCR's for good
     "peers.",
     "transfers._refs",
 )
@@ -288,7 +288,7 @@ class Soak:
             if size
             and not name.startswith(_TABLES_THAT_MAY_STAY)
             # What a dead peer never finished belongs to KVCR for good.
-            and not name.startswith("landings._fetching")
+            and not name.startswith("staging._fetches")
         ]
 
     def _held_back(self) -> bool:

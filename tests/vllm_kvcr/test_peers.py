@@ -17,13 +17,11 @@ from vllm_kvcr.peers_run import Moved, PeersResult, run
 from vllm_kvcr.servers import SHARED_MEMORY, Answer, ServerFailed
 
 SHORT = Workload(prompts=3, chunks_per_prompt=4)
-# Two engines that meet for the first time take seconds on two cores.
-PATIENT = {"pull_timeout_ms": 10_000, "operation_timeout_ms": 12_000}
 
 
 @pytest.mark.timeout(600)  # where much else runs
 def test_b_is_served_by_a_and_lives_on_without_it(tmp_path: Path) -> None:
-    """The demo on shorter prompts: HTTP, KV events, real KVCR over real NIXL.
+    """The demo on shorter prompts: HTTP, KV events, real KVCR over real NIXL, defaults.
 
     A sleeps while B pulls from it, so its side of the bytes also shows that the
     metrics of an engine that sleeps are current.
@@ -33,7 +31,6 @@ def test_b_is_served_by_a_and_lives_on_without_it(tmp_path: Path) -> None:
         tmp_path,
         print,
         workload=SHORT,
-        tier=PATIENT,
         environment=peers_vllm.environment(),
     )
     assert result.faults(SHORT) == []

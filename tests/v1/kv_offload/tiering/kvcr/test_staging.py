@@ -21,6 +21,7 @@ from tests.v1.kv_offload.tiering.kvcr.rig import (
 from tests.v1.kv_offload.tiering.kvcr.standin import (
     AT_PEER,
     FAILED,
+    FETCHING,
     HIT,
     ON_DISK,
     SUCCESS,
@@ -130,7 +131,7 @@ def test_what_did_not_land_is_never_delivered() -> None:
     assert list(rig.kvcr.last.blocks) == [key(1)]
     answer(rig, rig.kvcr.last)
     (result,) = rig.finished.values()
-    assert list(result.successful_keys or ()) == [key(1)]
+    assert result.successful_keys == {key(1)}
     assert rig.kvcr.released == rig.kvcr.claims
     assert rig.losses() == {"load_failed": 1}
 
@@ -197,6 +198,26 @@ def test_first_contact_is_beside_all_requests() -> None:
     assert not rig.tier._staging.introducing
     assert rig.hits(keys(8)) == keys(8)
     assert rig.losses() == {"introducing": 16}
+
+
+def test_nobody_waits_for_a_block_that_comes_for_no_job() -> None:
+    """KVCR says that it is being fetched, and goes on saying so for seconds."""
+    rig = peer_rig(introduced=False)
+    rig.hits(keys(1))
+    rig.poll()
+    rig.kvcr.statuses[key(0)] = FETCHING
+    assert rig.lookup(key(0), "another") is LookupResult.MISS
+    answer(rig, fetches(rig)[0])
+    clock = stop_the_clock(rig)
+    rig.kvcr.statuses[key(0)] = AT_PEER
+    rig.load([key(0)], [0], "r")
+    rig.kvcr.statuses[key(0)] = FETCHING
+    assert rig.lookup(key(0), "another") is LookupResult.RETRY, "it may come in time"
+    clock.now += 60
+    rig.poll()
+    assert rig.lookup(key(0), "another") is LookupResult.MISS
+    answer(rig, fetches(rig)[-1])
+    assert rig.tier._staging.unawaited == set()
 
 
 def test_an_introduction_that_tells_nothing_is_repeated_after_a_pause() -> None:

@@ -163,7 +163,7 @@ class TierConfig(_Options):
     """Most blocks one request may pull from a peer; by default half the primary."""
 
     metadata_retry_interval_ms: values.Count = 100
-    """How soon an unanswered introduction to a peer is repeated."""
+    """How soon an unanswered exchange of NIXL's metadata with a peer is repeated."""
 
     remote_landing: Literal["pool", "primary"] = "pool"
     """Where a peer's blocks land first. ``pool``: in KVCR's memory, which a late
@@ -225,8 +225,9 @@ class TierConfig(_Options):
 
     introduction_timeout_ms: values.Count = 15_000
     """How long the first contact with a peer may take. Requests that are hinted at it
-    run meanwhile as if they had no hint. A given ``operation_timeout_ms``, or half a
-    given ``abandon_timeout_ms``, bounds it."""
+    run meanwhile as if they had no hint. Without
+    ``g3``, a given ``operation_timeout_ms``, or half a given ``abandon_timeout_ms``,
+    bounds it."""
 
     abandon_timeout_ms: values.Count | None = None
     """When a peer's unstoppable write is given up; at least, and by default, twice

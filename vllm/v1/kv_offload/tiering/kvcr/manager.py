@@ -94,7 +94,8 @@ _LONGEST_DRAIN_S = 30.0
 
 # Looking an enum's member up costs a tenth of a lookup.
 _HIT, _MISS = QueryStatus.HIT, QueryStatus.MISS
-_FETCHABLE, _REMOTE = QueryStatus.FETCHABLE, CacheTier.REMOTE_G2
+_FETCHABLE, _FETCHING = QueryStatus.FETCHABLE, QueryStatus.FETCHING
+_REMOTE = CacheTier.REMOTE_G2
 _LOOKUP_HIT, _LOOKUP_MISS = LookupResult.HIT, LookupResult.MISS
 
 
@@ -283,6 +284,9 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             return _LOOKUP_HIT
         if status is _FETCHABLE:
             return self._look_up_elsewhere(key, request_id, tier)
+        if status is _FETCHING and self._prefix + key in self._staging.unawaited:
+            self._losses.add(Lost.UNAWAITED)
+            return _LOOKUP_MISS
         return LOOKUPS.get(status, _LOOKUP_MISS)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -455,7 +459,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         if self._liveness.standing(source) is not Standing.USABLE:
             self._staging.introduce(source, self._prefix + key, request_id)
             return Lost.DISK_STALLED if source is FILES else Lost.INTRODUCING
-        full = source is not FILES and self._staging.peer_room <= 0
+        needs_room = source is not FILES and self._config.remote_landing == "pool"
+        full = needs_room and self._staging.peer_room <= 0
         return Lost.LANDING_FULL if full else None
 
     def _submit(

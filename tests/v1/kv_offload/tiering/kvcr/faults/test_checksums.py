@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 ROW = 64 << 10
 # A quarter of it may land at a time: all of KEYS.
-POOL = 16
+POOL = 48
 FILE_SLOTS = 64
 KEYS = make_keys(4)
 PROOF = make_keys(1, "first contact")
@@ -107,7 +107,7 @@ def test_a_hot_block_stays_known_however_much_is_stored(
     scene = Scene(engines, tmp_path, file_slots=POOL)
     hot = KEYS[:1]
     scene.store(hot)
-    for first in range(0, 150, 2):
+    for first in range(0, 400, 2):
         scene.store(OTHERS[first : first + 2])
         scene.engine.call("touch", hot, request("toucher"))
         assert scene.load(hot).arrived == hot

@@ -114,6 +114,12 @@ def test_after_a_pause_it_is_asked_again(
     engine.run_for(1.5)
     assert engine.wrong_blocks(others, range(64), writer="somebody else") == []
 
+    # It is introduced again, beside a request that runs as if it had no hint.
+    first = engine.begin("first", make_hint(port, KEYS))
+    assert set(engine.lookup_all(KEYS, first)) == {LookupResult.MISS}
+    engine.run_until(lambda: not engine.probe.introducing, 10, "the introduction")
+    engine.end(first)
+
     late = engine.begin("late", make_hint(port, KEYS))
     assert set(engine.lookup_all(KEYS, late)) == {LookupResult.HIT}
     again = engine.load(KEYS, range(64), late)
@@ -155,8 +161,8 @@ def test_a_peer_killed_in_the_middle(
         engine.step(victim)
         assert victim.hits is None
     # vLLM's own shutdown went on to its end, whatever was kept: the primary tier, and
-    # the pool where there is one.
-    assert retained_by(engine) == (2 if landing == "pool" else 1)
+    # the pool.
+    assert retained_by(engine) == 2
     assert engine.primary._mmap_region.fd is None
 
 

@@ -83,7 +83,7 @@ def test_one_of_two_files_is_enough_and_does_not_flap(
     assert all(str(path) in lines[0] for path in paths)
 
 
-@pytest.mark.parametrize("policy", [None, "g3_fifo", "lru"])
+@pytest.mark.parametrize("policy", [None, "g3_fifo"])
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_full_file_is_no_failing_disk(
     engines: Any, tmp_path: Path, tier_log: Any, policy: str | None, verify: bool

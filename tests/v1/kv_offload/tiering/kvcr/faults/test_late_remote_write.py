@@ -23,7 +23,7 @@ from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
 )
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from vllm.v1.kv_offload.tiering.kvcr import manager as tier_module
-from vllm.v1.kv_offload.tiering.kvcr.transfers.transfers import Transfers
+from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 
 BLOCKS = 96
 OPERATION_S = 1.0
@@ -159,7 +159,7 @@ def test_without_holding_them_back_it_is_the_wrong_bytes(
 ) -> None:
     """What the tests above would see if KVCR's reports about memory were ignored."""
     monkeypatch.setenv("UCX_TLS", transport)
-    monkeypatch.setattr(Transfers, "uncertain", lambda transfers, handle: None)
+    monkeypatch.setattr(Quarantine, "may_write", lambda ledger, operation: False)
     scene = Scene(peers, engines, "primary")
     job = scene.stop_in_the_middle()
     scene.victim.finish(job)

@@ -147,7 +147,7 @@ def test_loads_from_dead_ports_leave_the_landing_pool_free(
 ) -> None:
     engine, peer = pair
     engine.probe.set_operation_timeout(0.3)
-    engine.tier._transfers.landings._pull_timeout_s = 0.3
+    engine.probe.set_pull_timeout(0.3)
     room = engine.probe.landing_room
     for wave in range(3):
         jobs = []
@@ -163,7 +163,7 @@ def test_loads_from_dead_ports_leave_the_landing_pool_free(
     assert engine.probe.landing_room == room
     assert not engine.probe.unstopped
     engine.probe.set_operation_timeout(20.0)
-    engine.tier._transfers.landings._pull_timeout_s = 20.0
+    engine.probe.set_pull_timeout(20.0)
     pull(engine, peer, "after")
 
 
@@ -207,6 +207,9 @@ def test_a_peer_outside_of_allowed_peers_is_never_dialled(engines: Any) -> None:
 def test_a_pull_by_name(pair: tuple[Engine, Any]) -> None:
     engine, peer = pair
     value = hint_at(endpoint_of(peer.port).replace("127.0.0.1", "LocalHost."))
+    engine.tier._liveness.heard(
+        endpoint_of(peer.port).replace("127.0.0.1", "localhost")
+    )
     context = engine.begin("r", value)
     payload = value["actions"][0]["payload"]
     assert payload["block_hashes"] == [router_hash(key) for key in KEYS]

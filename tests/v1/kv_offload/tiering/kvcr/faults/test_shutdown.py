@@ -93,7 +93,7 @@ STATES: dict[str, tuple[Callable[[Scene], None], int]] = {
     "loading": (Scene.loading, 0),
     "storing": (Scene.storing, 0),
     "pulling": (Scene.pulling, 0),
-    "pulling from nobody": (Scene.pulling_from_nobody, 2),
+    "pulling from nobody": (Scene.pulling_from_nobody, 0),
     "a pin asked for": (Scene.asked, 0),
     "a pin held": (Scene.pinned, 0),
     "all at once": (Scene.all_at_once, 0),

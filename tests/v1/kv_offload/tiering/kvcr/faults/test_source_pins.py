@@ -20,7 +20,7 @@ from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
     free_port,
     peer_options,
 )
-from vllm.v1.kv_offload.tiering.kvcr.peers.pins import Pins
+from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 
 BLOCKS = 96
 ABANDON_S = 2.0
@@ -96,7 +96,7 @@ def test_kvcr_itself_would_give_it_back(
     peers: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the test above would see if KVCR's report were ignored."""
-    monkeypatch.setattr(Pins, "uncertain", lambda pins, operation, keys: None)
+    monkeypatch.setattr(Quarantine, "may_read", lambda ledger, keys: False)
     scene = Scene(peers, engines, monkeypatch)
     started = time.monotonic()
     scene.source.finish(scene.job)

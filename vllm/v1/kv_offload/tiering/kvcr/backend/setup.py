@@ -91,7 +91,11 @@ def warnings(config: TierConfig, events: Any) -> list[str]:
             "ignored"
         )
     given = config.operation_timeout_ms
-    if config.serves_peers and given and given < config.introduction_timeout_ms:
+    if (
+        config.serves_peers
+        and given is not None
+        and config.introduction_timeout < config.introduction_timeout_ms
+    ):
         said.append(
             f"operation_timeout_ms = {given} leaves that long for the first contact "
             "with a peer, which can take seconds; leave it out and set pull_timeout_ms "

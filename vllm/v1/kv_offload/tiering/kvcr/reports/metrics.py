@@ -92,6 +92,7 @@ class Lost(Enum):
         "a block that could not be loaded is not tried again for a while",
     )
     GONE = ("gone", "")
+    UNAWAITED = ("unawaited", "")
     TIMED_OUT = (
         "timed_out",
         "a peer did not deliver within pull_timeout_ms, or a file within "

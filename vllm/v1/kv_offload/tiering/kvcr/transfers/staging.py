@@ -137,6 +137,9 @@ class Staging:
         self._peers_in_pool = 0
         self._wanted: dict[str, tuple[bytes, str]] = {}
         self._introductions = 0
+        self.unawaited: set[bytes] = set()
+        """Blocks that KVCR is fetching and no request should wait for: introductions,
+        and what was given up. KVCR itself goes on for seconds."""
         self._next_check = 0.0
         self._file_events = 0
         self._quarantined = 0
@@ -207,6 +210,7 @@ class Staging:
             if key not in fetch.pending:
                 continue
             fetch.pending.discard(key)
+            self.unawaited.discard(key)
             if ENTRIES[entry.status] is Entry.DONE:
                 landed[key] = fetch.blocks[key]
                 if entry.release_handle is not None:
@@ -244,6 +248,7 @@ class Staging:
         self._lanes.clear()
         self._fetches.clear()
         self._wanted.clear()
+        self.unawaited.clear()
         self._introductions = 0
 
     # --- lanes -----------------------------------------------------------------------
@@ -326,6 +331,7 @@ class Staging:
                 continue
             lane = self._lane(source)
             self._introductions += 1
+            self.unawaited.add(key)
             self._fetch(lane, None, {key: []}, request_id, now)
 
     def _fetch(
@@ -357,6 +363,7 @@ class Staging:
             if now - since < timeout_s:
                 continue
             fetch.given_up = True
+            self.unawaited.update(fetch.pending)
             if pull is None:
                 self._introductions -= 1
             # The time that a pull waited in its lane is not the source's silence.

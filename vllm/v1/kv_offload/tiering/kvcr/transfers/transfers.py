@@ -314,10 +314,10 @@ class Transfers:
         for (key, ref), (status, tier) in zip(blocks.items(), statuses, strict=True):
             if status is QueryStatus.FETCHABLE:
                 (remote if tier is CacheTier.REMOTE_G2 else filed)[key] = ref
-            elif status is QueryStatus.MISS:
-                gone.append(key)
-            else:
+            elif status is QueryStatus.HIT:
                 local[key] = ref
+            else:  # no longer there, or again on its way, for as long as that takes
+                gone.append(key)
         endpoint = self._hints.endpoint(job.request_id)
         now = time.monotonic()
         if filed:

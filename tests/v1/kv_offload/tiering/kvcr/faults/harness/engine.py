@@ -54,7 +54,8 @@ class Job:
             return []
         if self.result.success:
             return self.keys
-        return list(self.result.successful_keys or ())
+        arrived = self.result.successful_keys or ()
+        return [key for key in self.keys if key in arrived]
 
     def chunks_of(self, keys: Collection[OffloadKey]) -> list[int]:
         wanted = set(keys)

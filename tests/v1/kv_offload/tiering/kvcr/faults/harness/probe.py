@@ -34,6 +34,16 @@ class Probe:
         return int(self._tier._staging.peer_room)
 
     @property
+    def introducing(self) -> bool:
+        """Whether a source is being introduced."""
+        return bool(self._tier._staging.introducing)
+
+    def set_pull_timeout(self, seconds: float) -> None:
+        """Change how long pulls wait that begin from now on."""
+        staging = self._tier._staging
+        staging._limits = replace(staging._limits, pull_timeout_s=seconds)
+
+    @property
     def unstopped(self) -> bool:
         """Whether, for all KVCR knows, a peer may still write or read here."""
         core = self._tier._kvcr._core
