@@ -30,6 +30,8 @@ from tests.v1.kv_offload.tiering.kvcr.standin import (
     RecordingParent,
 )
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.tiering.kvcr.backend import closing
+from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 
 DEAD = RuntimeError("progress thread died")
 
@@ -150,6 +152,26 @@ def test_a_failure_is_told_to_no_peer_that_waits() -> None:
     rig.tier.serve_external_requests(parent)
     assert parent.calls == []
     wait_until(lambda: not rig.tier.has_pending_work() or rig.poll(), "idleness")
+
+
+def test_a_reset_ends_when_native_code_lets_go_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """KVCR failed in the middle of a load, and could not stop what it had begun."""
+    monkeypatch.setattr(closing, "_RECHECK_INTERVAL_S", 0.01)
+    free = threading.Event()
+    monkeypatch.setattr(shims, "is_quiescent", lambda kvcr: free.is_set())
+    rig = StandinRig()
+    rig.kvcr.raises["close"] = RuntimeError("transfers are still active")
+    rig.kvcr.raises["deliver"] = DEAD
+    job = rig.load([key(1)], [0])
+    drain = in_thread(rig.tier.drain_jobs)
+    drain.join(0.2)
+    assert drain.is_alive(), "its slot may still be written to"
+    free.set()
+    drain.join(10)
+    assert not drain.is_alive()
+    assert [(result.job_id, result.success) for result in rig.poll()] == [(job, False)]
 
 
 # --- memory that a failed transfer may still touch -------------------------------

@@ -2,13 +2,15 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Pins: peers' requests for blocks of the primary tier, asked, answered, released."""
 
+import sys
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvcr.types import BlockKey
 
-from tests.v1.kv_offload.tiering.kvcr.busy import transfer_error
+from tests.v1.kv_offload.tiering.kvcr.busy import in_thread, transfer_error
 from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig, key, keys
 from tests.v1.kv_offload.tiering.kvcr.standin import RecordingParent
 from vllm.v1.kv_offload.base import LookupResult
@@ -343,3 +345,27 @@ def test_each_job_made_for_a_pin_comes_back_once(steps: list[tuple[str, Any]]) -
             handle, blocks = answer
             (job,) = [j for j in parent.jobs if handle == f"kvcr-job-{j.job_id}"]
             assert {k for k, ref in blocks.items() if ref is not None} == set(job.keys)
+
+
+def test_no_result_is_lost_while_another_thread_gives_pins_back() -> None:
+    """KVCR, as it is closed, releases pins on the thread that closes it."""
+    rig = pin_rig()
+    pins = rig.tier._pins
+    count = 3000
+    parent = RecordingParent({key(number): number % 16 for number in range(count)})
+    for number in range(count):
+        pins.request_pin([BlockKey(key(number))])
+    while pins.serve(parent):
+        if len(parent.jobs) == count:
+            break
+    handles = list(pins._held)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        closing = in_thread(lambda: [pins.release_pin(handle) for handle in handles])
+        taken = []
+        while closing.is_alive() or pins.has_results:
+            taken += pins.take_results()
+    finally:
+        sys.setswitchinterval(interval)
+    assert sorted(result.job_id for result in taken) == [j.job_id for j in parent.jobs]

@@ -90,7 +90,8 @@ _RETAINED_NATIVE_BUFFERS: list[Any] = []
 
 _POLL_INTERVAL_S = 0.001
 _WAIT_WARNING_S = 5.0
-_LONGEST_DRAIN_S = 30.0
+# What can end has ended by then; a stopping container has not much more time.
+_LONGEST_DRAIN_S = 10.0
 
 # Looking an enum's member up costs a tenth of a lookup.
 _HIT, _MISS = QueryStatus.HIT, QueryStatus.MISS

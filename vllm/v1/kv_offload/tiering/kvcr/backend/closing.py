@@ -3,6 +3,7 @@
 """Closing KVCR, and finding out whether native code has let go of the buffers."""
 
 import threading
+import time
 from typing import Any
 
 from vllm.logger import init_logger
@@ -10,18 +11,21 @@ from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 
 logger = init_logger(__name__)
 
+_RECHECK_INTERVAL_S = 0.5
+
 
 class Closer:
     """Closes KVCR once, beside the engine's thread, which a close can hold up for
     seconds.
 
     ``quiescent`` is ``None`` while that is not known; then whether every buffer is
-    free of native code.
+    free of native code. What was not free can become free later.
     """
 
     def __init__(self, kvcr: Any) -> None:
         self._kvcr = kvcr
         self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
         self.quiescent: bool | None = None
 
     def start(self) -> None:
@@ -35,8 +39,7 @@ class Closer:
     def wait(self, timeout_s: float) -> bool:
         """Begin if need be, and wait; true if the buffers are free."""
         self.start()
-        assert self._thread is not None
-        self._thread.join(timeout_s)
+        self._closed.wait(timeout_s)
         return self.quiescent is True
 
     def _close(self) -> None:
@@ -54,3 +57,7 @@ class Closer:
             )
         else:
             self.quiescent = True
+        self._closed.set()
+        while not self.quiescent:
+            time.sleep(_RECHECK_INTERVAL_S)
+            self.quiescent = shims.is_quiescent(self._kvcr)

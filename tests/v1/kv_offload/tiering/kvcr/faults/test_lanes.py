@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A peer that hangs in the middle of a pull holds up nobody but its own requests."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.bounds import at_most
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
+    free_port,
+    make_hint,
+    peer_options,
+    request,
+)
+
+THEIRS = make_keys(48, "theirs")
+OTHERS = make_keys(8, "another peer's")
+FILED = make_keys(8, "filed")
+FILLERS = make_keys(64, "fillers")
+PULL_S = 1.0
+# On a busy machine; KVCR's own deadline is a minute.
+SOON_S = 5.0
+
+
+@pytest.mark.parametrize("files", [True, False], ids=["with files", "without"])
+def test_files_and_other_peers_go_on(
+    peers: Any, engines: Any, disk: Path, files: bool
+) -> None:
+    hanging, other = peers(rows=64), peers(rows=64)
+    hanging.call("hold", THEIRS)
+    other.call("hold", OTHERS)
+    options: dict[str, Any] = {
+        "secondary_g2_slots": 64,
+        "operation_timeout_ms": 60_000,
+        "pull_timeout_ms": int(1000 * PULL_S),
+        "max_pull_blocks": 64,
+    }
+    if files:
+        options["g3"] = {
+            "paths": str(disk / "g3"),
+            "capacity_bytes_per_file": 128 * MIB,
+            "backend": "POSIX",
+        }
+    engine: Engine = engines(peer_options(free_port()) | options, rows=96)
+    if files:
+        engine.finish(engine.store(FILED, range(8)))
+        for first in range(0, len(FILLERS), 8):
+            engine.finish(engine.store(FILLERS[first : first + 8], range(8)))
+            engine.run_for(0.05)
+    # Both are known before one of them hangs.
+    for name, peer, keys in (("h", hanging, THEIRS[:1]), ("o", other, OTHERS[:1])):
+        context = engine.begin(name, make_hint(peer.port, keys))
+        engine.finish(engine.load(keys, [95], context))
+        engine.end(context)
+
+    hanging.stop()
+    context = engine.begin("hangs", make_hint(hanging.port, THEIRS))
+    stuck = engine.load(THEIRS[1:], range(16, 63), context)
+    engine.run_for(0.1)
+    started = time.monotonic()
+    if files:
+        # At another request's service: it is not the one that asked the peer.
+        read = engine.load(FILED, range(8), request("reads files"))
+        engine.finish(read, timeout_s=SOON_S)
+        assert read.arrived == FILED
+    served = engine.begin("served", make_hint(other.port, OTHERS))
+    pulled = engine.load(OTHERS[1:], range(8, 15), served)
+    engine.finish(pulled, timeout_s=SOON_S)
+    assert pulled.arrived == OTHERS[1:]
+    engine.finish(stuck, timeout_s=SOON_S)
+    assert stuck.arrived == []
+    assert time.monotonic() - started < SOON_S
+    with at_most(SOON_S):
+        engine.drain()
+    hanging.go_on()

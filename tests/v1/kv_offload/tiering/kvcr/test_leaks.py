@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Requests, aborts and failures without end leave nothing behind."""
+
+import random
+from typing import Any
+
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.probe import Probe
+from tests.v1.kv_offload.tiering.kvcr.rig import (
+    StandinRig,
+    hint,
+    hinted_request,
+    key,
+    keys,
+)
+from tests.v1.kv_offload.tiering.kvcr.standin import (
+    AT_PEER,
+    FAILED,
+    HIT,
+    MISS,
+    ON_DISK,
+    SUCCESS,
+    FetchingStandin,
+    Operation,
+)
+from vllm.v1.kv_offload.base import ReqContext
+
+REQUESTS = 100_000
+KEPT = {
+    # Bounded by themselves: known peers, how chunks are described, own names.
+    "liveness._sources",
+    "transfers._refs",
+    "hints._own_endpoints",
+}
+HINTS = [hint(keys(8), f"tcp://10.9.9.{number}:7001") for number in range(4)]
+
+
+class Play:
+    """One random request after the other, up to eight at a time."""
+
+    def __init__(self, rig: StandinRig, seed: int) -> None:
+        self.rig = rig
+        self.random = random.Random(seed)
+        self.running: list[ReqContext] = []
+
+    def begin(self, number: int) -> None:
+        name = f"r{number}"
+        context: Any = ReqContext(name)
+        if self.random.random() < 0.3:
+            context = hinted_request(name, self.random.choice(HINTS))
+        self.rig.tier.on_new_request(context)
+        self.running.append(context)
+        for each in keys(4):
+            self.rig.tier.lookup(each, context)
+        if self.random.random() < 0.2:
+            chosen = [key(number) for number in self.random.sample(range(12), 3)]
+            self.rig.load(chosen, range(3), name)
+
+    def end_one(self) -> None:
+        index = self.random.randrange(len(self.running))
+        self.rig.tier.on_request_finished(self.running.pop(index))
+
+    def answer_some(self, share: float) -> None:
+        kvcr = self.rig.kvcr
+        for handle, operation in list(kvcr.operations.items()):
+            if self.random.random() < share:
+                status = self.random.choice([SUCCESS, SUCCESS, FAILED])
+                kvcr.complete(handle, dict.fromkeys(operation.blocks, status))
+                del kvcr.operations[handle]
+        self.rig.poll()
+
+
+class CountingStandin(FetchingStandin):
+    """Handles never come again, although what is over is forgotten."""
+
+    made = 0
+
+    def _start(self, kind: str, blocks: Any, request_id: str | None) -> int:
+        self._called(kind)
+        self.made += 1
+        operation = Operation(self.made, kind, dict(blocks), request_id)
+        self.operations[self.made] = operation
+        return self.made
+
+
+def test_every_table_is_empty_in_the_end() -> None:
+    rig = StandinRig(
+        kvcr=CountingStandin,
+        control_ports=[7001],
+        secondary_g2_slots=64,
+        g3={"paths": "g3.data", "capacity_bytes_per_file": 1 << 20},
+        verify_blocks=False,
+    )
+    play = Play(rig, 7)
+    for number in range(REQUESTS):
+        if number % 50 == 0:
+            status = play.random.choice([HIT, MISS, ON_DISK, AT_PEER])
+            rig.kvcr.statuses[key(play.random.randrange(12))] = status
+        play.begin(number)
+        while len(play.running) > 8:
+            play.end_one()
+        if number % 10 == 0:
+            play.answer_some(0.5)
+        rig.kvcr.calls.clear()
+        rig.kvcr.hints.clear()
+        rig.kvcr.discarded.clear()
+        rig.kvcr.released.clear()
+    while play.running:
+        play.end_one()
+    for _ in range(200):
+        play.answer_some(1.0)
+    assert sorted(rig.finished) == rig.given
+    left = {name for name, size in Probe(rig.tier).tables().items() if size}
+    # Failed blocks are remembered for a while, with an end; nothing of a request is.
+    assert left <= KEPT | {"backoff._by_key"}
+    assert len(rig.tier._backoff._by_key) <= 12
+    assert not any(rig.staging_tables().values())
