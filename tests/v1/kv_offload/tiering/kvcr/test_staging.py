@@ -220,6 +220,25 @@ def test_nobody_waits_for_a_block_that_comes_for_no_job() -> None:
     assert rig.tier._staging.unawaited == set()
 
 
+def test_a_store_does_not_wait_for_a_block_that_is_being_fetched() -> None:
+    """KVCR would end it with the fetch, however long a peer hangs."""
+    rig = peer_rig(secondary_g2_slots=64, pull_timeout_ms=1000)
+    clock = stop_the_clock(rig)
+    rig.load([key(1)], [0], "r")
+    clock.now += 1
+    rig.poll()
+    rig.kvcr.operations.clear()
+    both = rig.store([key(1), key(9)], [1, 2])
+    alone = rig.store([key(1)], [1])
+    rig.poll()
+    assert rig.finished[alone].success
+    assert list(rig.kvcr.last.blocks) == [key(9)]
+    answer(rig, rig.kvcr.last)
+    assert rig.finished[both].success
+    assert getattr(rig.finished[both], "transfer_bytes", ROW_BYTES) == ROW_BYTES
+    assert rig.losses()["unawaited"] == 2
+
+
 def test_an_introduction_that_tells_nothing_is_repeated_after_a_pause() -> None:
     """The block may be gone there, or KVCR may not have found room for it here."""
     rig = peer_rig(introduced=False)

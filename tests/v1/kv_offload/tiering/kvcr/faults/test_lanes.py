@@ -75,6 +75,9 @@ def test_files_and_other_peers_go_on(
     engine.finish(stuck, timeout_s=SOON_S)
     assert stuck.arrived == []
     assert time.monotonic() - started < SOON_S
+    # What the hinted request then computes itself is stored, or not, at once.
+    computed = engine.store(THEIRS[1:], range(16, 63))
+    engine.finish(computed, timeout_s=SOON_S)
     with at_most(SOON_S):
         engine.drain()
     hanging.go_on()

@@ -57,6 +57,8 @@ class Job:
     """Keys before it were given to KVCR or are being staged."""
     failed: set[bytes] = field(default_factory=set)
     dropped: int = 0
+    skipped: int = 0
+    """Blocks of a store that were not given to KVCR."""
     chunk_of: dict[bytes, int] | None = None
     """Each block key's chunk, where blocks are verified."""
     moved_at: float = 0.0

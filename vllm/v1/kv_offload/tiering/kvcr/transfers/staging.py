@@ -137,6 +137,8 @@ class Staging:
         self._peers_in_pool = 0
         self._wanted: dict[str, tuple[bytes, str]] = {}
         self._introductions = 0
+        self.fetching: set[bytes] = set()
+        """Blocks that KVCR is fetching."""
         self.unawaited: set[bytes] = set()
         """Blocks that KVCR is fetching and no request should wait for: introductions,
         and what was given up. KVCR itself goes on for seconds."""
@@ -211,6 +213,7 @@ class Staging:
                 continue
             fetch.pending.discard(key)
             self.unawaited.discard(key)
+            self.fetching.discard(key)
             if ENTRIES[entry.status] is Entry.DONE:
                 landed[key] = fetch.blocks[key]
                 if entry.release_handle is not None:
@@ -249,6 +252,7 @@ class Staging:
         self._fetches.clear()
         self._wanted.clear()
         self.unawaited.clear()
+        self.fetching.clear()
         self._introductions = 0
 
     # --- lanes -----------------------------------------------------------------------
@@ -345,6 +349,7 @@ class Staging:
         self._leave_pool(lane, -len(blocks))
         handle = self._kvcr.fetch(list(blocks), request_id=request_id)
         self._fetches[handle] = _Fetch(lane, pull, blocks, set(blocks), now)
+        self.fetching.update(blocks)
 
     # --- giving up -------------------------------------------------------------------
 

@@ -293,12 +293,30 @@ class Transfers:
             self._deliver(Operation(job, blocks, time.monotonic()), job.request_id)
 
     def _start_store(self, job: Job, blocks: Blocks) -> None:
+        fetching = self._staging.fetching
+        if fetching and not fetching.isdisjoint(blocks):
+            blocks = self._without(job, blocks, fetching)
+            if not blocks:
+                return
         operation = Operation(job, blocks, time.monotonic())
         self._storing += len(blocks)
         if self._sums is not None:
             operation.unchecked = True
             operation.stored_sums = self._sums.record(operation, chunks_of(job, blocks))
         self._operations[self._kvcr.deposit(blocks)] = operation
+
+    def _without(self, job: Job, blocks: Blocks, fetching: set[bytes]) -> Blocks:
+        """Leave out of a store what KVCR is fetching.
+
+        KVCR would end such a store with the fetch, which can hang for its whole time.
+        """
+        skipped = fetching.intersection(blocks)
+        job.skipped += len(skipped)
+        lost = len(skipped & self._staging.unawaited)
+        if lost:
+            self._losses.add(Lost.UNAWAITED, lost)
+        self._settle(job, len(skipped))
+        return {key: ref for key, ref in blocks.items() if key not in skipped}
 
     def _start_sorted_load(self, job: Job, blocks: Blocks) -> None:
         """Deliver what the pool holds, and have the rest staged there.
@@ -482,7 +500,7 @@ class Transfers:
         moved: int | None = None
         if self._block_bytes is not None:
             seconds = time.monotonic() - job.started_at
-            blocks = len(job.keys) - len(failed) - job.dropped
+            blocks = len(job.keys) - len(failed) - job.dropped - job.skipped
             moved = blocks * self._block_bytes
         self._results.append(
             shims.job_result(
