@@ -200,6 +200,16 @@ def test_first_contact_is_beside_all_requests() -> None:
     assert rig.losses() == {"introducing": 16}
 
 
+def test_an_introduction_starts_before_its_request_can_end() -> None:
+    rig = peer_rig(introduced=False)
+    rig.hits(keys(1))
+    rig.tier.on_schedule_end(None)  # type: ignore[arg-type]
+    rig.tier.on_request_finished(ReqContext("r"))
+    rig.poll()
+    answer(rig, fetches(rig)[0])
+    assert rig.tier._liveness.standing(PEER) is Standing.USABLE
+
+
 def test_nobody_waits_for_a_block_that_comes_for_no_job() -> None:
     """KVCR says that it is being fetched, and goes on saying so for seconds."""
     rig = peer_rig(introduced=False)

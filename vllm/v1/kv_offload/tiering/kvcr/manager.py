@@ -361,6 +361,9 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             self._poll()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        if self._staging.has_wanted:
+            # Now: the request that wants it, and has the hint, may end with this step.
+            self._poll()
         self._losses.log()
         self._idle_reports.step()
 

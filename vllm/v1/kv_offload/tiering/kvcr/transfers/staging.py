@@ -152,6 +152,11 @@ class Staging:
         return self._limits.peer_window - self._quarantine.pool_slots
 
     @property
+    def has_wanted(self) -> bool:
+        """Whether an introduction waits for the next ``pump``."""
+        return bool(self._wanted)
+
+    @property
     def introducing(self) -> bool:
         """Whether an introduction is wanted or under way: KVCR has to be polled."""
         return bool(self._wanted) or self._introductions > 0
