@@ -203,7 +203,7 @@ class Soak:
             # CPU time: on a busy machine any call can be made to wait.
             if name not in _NOT_TIMED and call.cpu_seconds > LONGEST_CALL_S:
                 found.append(f"{name} kept the thread for {call.cpu_seconds:.3f} s")
-        if self.engine.tier._pool is not None and self._held_back():
+        if self.engine.tier._backend.slots and self._held_back():
             found.append("buffers are kept although no peer was killed or stopped")
         return found
 
