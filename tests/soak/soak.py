@@ -47,8 +47,13 @@ _NOT_TIMED = ("drain_jobs", "shutdown")
 _TABLES_THAT_MAY_STAY = (
     "backoff.",
     "hints._own_endpoints",
-    "staging._fetches",  # what a dead peer never finished is KVCR's for good
-    "peers.",
+    # What a dead peer never finished is KVCR's until it gives it up.
+    "staging._fetches",
+    "staging._lanes",
+    "staging.fetching",
+    "staging.unawaited",
+    "quarantine.",
+    "liveness.",
     "transfers._refs",
 )
 
@@ -285,10 +290,7 @@ class Soak:
         self._piled_up = [
             f"{name} still has {size} entries"
             for name, size in self.engine.probe.tables().items()
-            if size
-            and not name.startswith(_TABLES_THAT_MAY_STAY)
-            # What a dead peer never finished belongs to KVCR for good.
-            and not name.startswith("staging._fetches")
+            if size and not name.startswith(_TABLES_THAT_MAY_STAY)
         ]
 
     def _held_back(self) -> bool:

@@ -105,11 +105,15 @@ def test_straight_into_the_slots_they_do(tmp_path: Path) -> None:
     Some blocks are overwritten later, others are reported as loaded before they are;
     or the process is gone.
     """
-    child = Child(run_straight_into_the_slots, tmp_path)
-    try:
-        outcome = child.receive(60.0)
-    except EOFError:
-        outcome = "killed by its own memory"
-    finally:
-        child.close()
+    # It is a race, which a busy machine can win once.
+    for _ in range(3):
+        child = Child(run_straight_into_the_slots, tmp_path)
+        try:
+            outcome = child.receive(60.0)
+        except EOFError:
+            outcome = "killed by its own memory"
+        finally:
+            child.close()
+        if outcome != "nothing":
+            break
     assert outcome != "nothing"
