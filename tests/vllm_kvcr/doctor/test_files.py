@@ -116,11 +116,3 @@ def test_a_file_system_without_direct_io_fails(folder, monkeypatch):
     path.write_bytes(b"")
     (text,) = failures("files", setting(g3(path)))
     assert "direct I/O" in text
-
-
-def test_a_file_given_twice_or_to_two_ranks_fails(folder):
-    path = folder / "kv.g3"
-    (text,) = failures("files", setting(g3(path, folder / "." / "kv.g3")))
-    assert "twice" in text
-    (text,) = failures("files", setting(g3(path, control_ports=[24990, 24991])))
-    assert "2 local ranks" in text

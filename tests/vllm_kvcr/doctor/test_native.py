@@ -187,4 +187,4 @@ def test_the_ends_use_the_configurations_backends_and_this_host_only():
     assert chosen["control_host"] == chosen["control_advertise_host"] == "127.0.0.1"
     assert chosen["control_ports"] == [20_001]
     assert chosen["remote_landing"] == "primary"
-    assert chosen["remote_fw_dram_backend"] == "Libfabric"
+    assert chosen["remote_fw_dram_backend"] == "LIBFABRIC"
