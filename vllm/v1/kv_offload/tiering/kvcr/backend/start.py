@@ -44,6 +44,7 @@ class Backend:
         self._pool: PoolMemory | None = None
         self._channel: Any | None = None
         self.kvcr: KvcrApi
+        self.closer: Closer
         self.slots = 0
         """Slots of KVCR's own pool; 0: it has none, or of unknown size."""
 
@@ -85,8 +86,6 @@ class Backend:
             raise
         backend.closer = Closer(backend.kvcr)
         return backend
-
-    closer: Closer
 
     def is_incompatible(self, endpoint: str) -> bool:
         """Whether a peer said that it runs other releases."""

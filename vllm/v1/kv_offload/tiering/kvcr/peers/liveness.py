@@ -26,6 +26,10 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 """Between introductions that told nothing, such as one block that was not there."""
 
+SILENT_SHARE = 0.9
+"""A transfer that failed after this share of its time was not answered. KVCR's deadline
+can be the same as ours; the rest is for the polls in between."""
+
 _MAX_SOURCES = 1024
 
 

@@ -23,7 +23,12 @@ from kvcr.types import OpEntryResult, ReleaseHandle
 
 from vllm.v1.kv_offload.tiering.kvcr.backend.protocol import KvcrApi
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import ENTRIES, Entry
-from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES, Liveness, Standing
+from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import (
+    FILES,
+    SILENT_SHARE,
+    Liveness,
+    Standing,
+)
 from vllm.v1.kv_offload.tiering.kvcr.reports.disk import DiskWatch
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health, Reason
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Lost
@@ -33,9 +38,6 @@ from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import Blocks, Job, Limits
 _MOST_OF_FREE = 0.75
 """Share of the peers' free slots that one peer may take. Less than 1, so that a peer
 that hangs leaves room for others, and those for yet others."""
-_SILENT_SHARE = 0.9
-"""A fetch that failed after this share of its time was not answered. KVCR's deadline
-can be the same as ours; the rest is for the polls in between."""
 _CHECKS_PER_TIMEOUT = 16
 """How often in a timeout it is looked for what takes too long."""
 
@@ -377,7 +379,7 @@ class Staging:
             if pull is None:
                 self._introductions -= 1
             # The time that a pull waited in its lane is not the source's silence.
-            if now - fetch.started_at >= _SILENT_SHARE * timeout_s:
+            if now - fetch.started_at >= SILENT_SHARE * timeout_s:
                 self._silent(lane.source, fetch.started_at)
             if pull is not None:
                 yield Missed(pull.job, lane.source, list(fetch.pending), Lost.TIMED_OUT)
@@ -407,7 +409,7 @@ class Staging:
             lane = fetch.lane
             timeout_s = self._introduction_s(lane) if introduction else lane.timeout_s
             waited = self._clock() - fetch.started_at
-            if source is not FILES and waited >= _SILENT_SHARE * timeout_s:
+            if source is not FILES and waited >= SILENT_SHARE * timeout_s:
                 self._silent(source, fetch.started_at)
             elif introduction:
                 self._liveness.inconclusive(source)

@@ -30,7 +30,11 @@ from vllm.v1.kv_offload.tiering.kvcr.backend.protocol import KvcrApi
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import ENTRIES, Entry
 from vllm.v1.kv_offload.tiering.kvcr.peers.hints import Hints
-from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES, Liveness
+from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import (
+    FILES,
+    SILENT_SHARE,
+    Liveness,
+)
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Losses, Lost
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 from vllm.v1.kv_offload.tiering.kvcr.transfers.backoff import Backoff
@@ -48,8 +52,6 @@ from vllm.v1.kv_offload.tiering.kvcr.transfers.staging import Landed, Outcome, S
 # Looking an enum's member up costs more than what is done with it.
 _SUCCESS = OpEntryStatus.SUCCESS
 _FIRST_FILED_STORES = 8
-_SILENT_SHARE = 0.9
-"""As in ``staging``, for what a peer writes straight into the primary tier."""
 _BLAMED = frozenset({Lost.LOAD_FAILED, Lost.CORRUPT, Lost.UNVERIFIED})
 """Losses that are the block's own fault, unless a peer was to bring it."""
 
@@ -398,7 +400,7 @@ class Transfers:
             waited = time.monotonic() - operation.started_at
             if (
                 len(failed) == len(operation.blocks)
-                and waited >= _SILENT_SHARE * self._limits.operation_timeout_s
+                and waited >= SILENT_SHARE * self._limits.operation_timeout_s
             ):
                 self._liveness.silent(source, operation.started_at)
         self._lost(job, failed, Lost.LOAD_FAILED, source)
