@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The little router: what vLLM's own publisher says."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from vllm_kvcr.routing import KvIndex
 
 PROMPT = list(range(10))
 FIRST, SECOND = 11, 22
+MARKS = itertools.count(-2, -1)
 
 Publish = Callable[..., None]
 
@@ -59,10 +61,11 @@ def index(tmp_path: Path) -> Iterator[tuple[KvIndex, Publish]]:
 
 def arrived(index: KvIndex, publish: Publish) -> None:
     """Whatever was published before has been read."""
-    mark = [-2] * 4
-    publish(stored(None, -2, mark))
+    # New each time: an earlier mark, still held, would be found at once.
+    block = next(MARKS)
+    mark = [block] * 4
+    publish(stored(None, block, mark))
     assert index.wait_for(mark, 4, 10)
-    publish(BlockRemoved(block_hashes=[-2], medium="CPU"))
 
 
 def test_a_prompts_blocks_are_found_by_its_tokens(index) -> None:

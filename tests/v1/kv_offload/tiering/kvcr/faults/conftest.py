@@ -1,16 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Engines and peers that are gone when a test is over, however it ends."""
+"""A process for each test; engines and peers that are gone when it is over, however it
+ends."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.isolation import ProcessForEach
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer import Peer
+
+PROCESSES = pytest.StashKey[ProcessForEach]()
+HERE = Path(__file__).parent
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    ours = [item for item in session.items if item.path.is_relative_to(HERE)]
+    # A debugger needs the terminal, which only this process has.
+    if not ours or session.config.option.collectonly or session.config.option.usepdb:
+        return
+    session.stash[PROCESSES] = ProcessForEach(session)
+    for item in ours:
+        # Its own process sees to that.
+        item.add_marker(pytest.mark.timeout(0), append=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    processes = item.session.stash.get(PROCESSES, None)
+    if processes is None:
+        return None
+    hook = item.ihook
+    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in processes.run(item):
+        hook.pytest_runtest_logreport(report=report)
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if processes := session.stash.get(PROCESSES, None):
+        processes.close()
 
 
 @pytest.fixture
