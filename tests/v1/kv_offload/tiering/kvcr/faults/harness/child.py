@@ -11,13 +11,14 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver, get_context, reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 _REPOSITORY = Path(__file__).resolve().parents[7]
 _PRELOADED = f"{__package__}.peer_process"
@@ -25,6 +26,7 @@ _START_TIMEOUT_S = 60.0
 _CALL_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 5.0
 _IDLE_S = 0.0005
+STANDARD_OUTPUTS = (1, 2)
 
 
 class Child:
@@ -36,14 +38,14 @@ class Child:
     """
 
     def __init__(self, run: Callable[..., None], *arguments: Any) -> None:
+        start_server()
         context = get_context("forkserver")
-        context.set_forkserver_preload([_PRELOADED])
         self._connection, theirs = context.Pipe()
+        outputs = [reduction.DupFd(number) for number in STANDARD_OUTPUTS]
         self._process = context.Process(
-            target=run, args=(theirs, *arguments), daemon=True
+            target=_run, args=(run, outputs, theirs, *arguments), daemon=True
         )
-        with _importable_from_here():
-            self._process.start()
+        self._process.start()
         theirs.close()
         try:
             self.receive(_START_TIMEOUT_S)
@@ -115,6 +117,13 @@ class Child:
         self._connection.close()
 
 
+def _run(run: Callable[..., None], outputs: Sequence[Any], *arguments: Any) -> None:
+    # Those of the server are the terminal's; these are what pytest captures.
+    for number, output in zip(STANDARD_OUTPUTS, outputs, strict=True):
+        os.dup2(output.detach(), number)
+    run(*arguments)
+
+
 def obey(connection: Connection, commands: Any, step: Callable[[], None]) -> None:
     """Step, and do what the other end of the pipe says, until that closes."""
     while True:
@@ -136,16 +145,34 @@ def obey(connection: Connection, commands: Any, step: Callable[[], None]) -> Non
         connection.send(answer)
 
 
+def start_server() -> None:
+    """Start what processes are forked from, unless it runs. It has to import vLLM."""
+    get_context("forkserver").set_forkserver_preload([_PRELOADED])
+    # A fresh interpreter, which ignores what it cannot import.
+    with pytest.MonkeyPatch.context() as patch, _silence():
+        patch.setenv("PYTHONPATH", str(_REPOSITORY), prepend=os.pathsep)
+        forkserver._forkserver.ensure_running()
+
+
 @contextlib.contextmanager
-def _importable_from_here() -> Iterator[None]:
-    # The fork server is a fresh interpreter, and ignores what it cannot import.
-    before = os.environ.get("PYTHONPATH")
-    entries = filter(None, (str(_REPOSITORY), before))
-    os.environ["PYTHONPATH"] = os.pathsep.join(entries)
+def _silence() -> Iterator[None]:
+    """What starts meanwhile says nothing on the terminal."""
+    saved = [os.dup(number) for number in STANDARD_OUTPUTS]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
+        for number in STANDARD_OUTPUTS:
+            os.dup2(nowhere, number)
         yield
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        for number, copy in zip(STANDARD_OUTPUTS, saved, strict=True):
+            os.dup2(copy, number)
+        for copy in (nowhere, *saved):
+            os.close(copy)
+
+
+def use_parents_server() -> None:
+    """In a process forked from one that has called ``start_server``: use that server.
+
+    Left alone, multiprocessing waits for it as if it were a child of this process.
+    """
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]

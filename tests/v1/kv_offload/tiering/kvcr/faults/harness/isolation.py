@@ -15,6 +15,11 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.child import (
+    start_server,
+    use_parents_server,
+)
+
 # Longer than pytest-timeout gives a test, so that its traceback is seen first.
 KILLED_AFTER_S = 400.0
 
@@ -31,6 +36,7 @@ class ProcessForEach:
 
     def __init__(self, session: pytest.Session) -> None:
         self._starter, theirs = FORK.Pipe()
+        start_server()
         items = {item.nodeid: item for item in session.items}
         self._process = FORK.Process(target=_serve, args=(items, theirs, self._starter))
         self._process.start()
@@ -99,6 +105,7 @@ class Collector(pytest.TerminalReporter):
 
 
 def _run_here(item: pytest.Item, answer: Connection) -> None:
+    use_parents_server()
     collector = Collector(item.config)
     plugins = item.config.pluginmanager
     plugins.unregister(name="terminalreporter")
