@@ -19,8 +19,13 @@ PROCESSES = pytest.StashKey[ProcessForEach]()
 HERE = Path(__file__).parent
 
 
+def _is_ours(item: pytest.Item) -> bool:
+    # These hooks are called for the tests of all folders.
+    return item.path.is_relative_to(HERE)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    ours = [item for item in session.items if item.path.is_relative_to(HERE)]
+    ours = [item for item in session.items if _is_ours(item)]
     # A debugger needs the terminal, which only this process has.
     if not ours or session.config.option.collectonly or session.config.option.usepdb:
         return
@@ -33,7 +38,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     processes = item.session.stash.get(PROCESSES, None)
-    if processes is None:
+    if processes is None or not _is_ours(item):
         return None
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
