@@ -10,6 +10,7 @@
 #   make fleet       two servers meet, twenty times      FLEET_ARGS="--starts 3"
 #   make soak        random faults for ten minutes       SOAK_ARGS="--seconds 60"
 #   make matrix      the tests on every pair of releases MATRIX_ARGS="--adapter-level"
+#   make upstream-tree  what a pull request to vLLM carries, tested in vLLM's tree
 #   make clean       removes environments and caches
 # PYTHON=... names the Python (3.11 to 3.14) that .venv is made with.
 
@@ -30,7 +31,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help setup setup-peers demo demo-peers test lint bench fleet soak matrix clean
+.PHONY: help setup setup-peers demo demo-peers test lint bench fleet soak matrix upstream-tree clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -73,6 +74,10 @@ soak: setup
 
 matrix:
 	@python=$$(scripts/find_python.sh) && "$$python" -m scripts.matrix $(MATRIX_ARGS)
+
+upstream-tree:
+	@python=$$(scripts/find_python.sh) && "$$python" -m scripts.upstream_tree && \
+		"$$python" -m scripts.matrix --pairs in-tree:0.1.1 --faults
 
 clean:
 	rm -rf .venv .matrix .venv.lock .venv.log .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -25,7 +25,7 @@ from scripts.quiet_run import CommandFailed
 from scripts.setup_env import ENV, ROOT, one_at_a_time
 
 TESTS = Path("tests/v1/kv_offload/tiering/kvcr")
-END_TO_END = TESTS / "test_end_to_end.py"
+END_TO_END = Path("tests/vllm_kvcr/test_end_to_end.py")
 FAULTS = TESTS / "faults"
 MIXED = TESTS / "mixed_releases.py"
 DOCUMENT = ROOT / "docs" / "compatibility.md"
@@ -202,8 +202,8 @@ def _run(
     junit.unlink(missing_ok=True)
     command = [str(python), "-m", "pytest", str(TESTS), f"--junit-xml={junit}"]
     command += ["-p", "no:cacheprovider", "--timeout=120", *options.pytest]
-    if not with_engine:
-        command.append(f"--ignore={END_TO_END}")
+    if with_engine:
+        command.append(str(END_TO_END))
     if not options.faults:
         command.append(f"--ignore={FAULTS}")
     env = {}

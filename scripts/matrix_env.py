@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
 
-from scripts import cpu_engine
+from scripts import cpu_engine, upstream_tree
 from scripts.quiet_run import CommandFailed, describe_pip, run_quietly
 from scripts.setup_env import (
     ENV,
@@ -146,8 +146,7 @@ class Environments:
             )
 
         tree = self._built(f"vllm-{vllm.version}-with-tier", {}, make)
-        _replace(ROOT / TIER_FOLDER, tree / TIER_FOLDER)
-        _replace(ROOT / "tests/v1", tree / "tests/v1")
+        upstream_tree.copy_into(tree)
         return tree
 
     def nixl_of(self, kvcr: str) -> str:
@@ -368,9 +367,3 @@ def _project_requirements() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     return [*project["dependencies"], *extras["demo"], *extras["dev"]]
-
-
-def _replace(source: Path, destination: Path) -> None:
-    if destination.exists():
-        shutil.rmtree(destination)
-    shutil.copytree(source, destination, ignore=shutil.ignore_patterns("__pycache__"))

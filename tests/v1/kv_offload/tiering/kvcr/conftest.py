@@ -27,6 +27,15 @@ assert _found is not None, f"no {TIER_PACKAGE}"
 assert _found.origin == str(_expected), f"{_found.origin} would be tested"
 
 
+def pytest_collect_directory() -> None:
+    """Skip all of this without kvcr, which vLLM does not require."""
+    pytest.importorskip("kvcr")
+
+
+# A file that is named on the command line.
+pytest_pycollect_makemodule = pytest_collect_directory
+
+
 class LogLines(list[logging.LogRecord]):
     """What the tier logged."""
 

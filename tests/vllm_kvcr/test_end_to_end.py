@@ -10,7 +10,7 @@ from vllm_kvcr.demo_plan import TOKENS_PER_CHUNK, Stage, Workload
 from vllm_kvcr.demo_process import run_stage
 from vllm_kvcr.plugin import MANAGER_CLASS, MANAGER_MODULE, packaged_tiering_folder
 
-HELPERS = Path(__file__).parents[4] / "vllm_kvcr"
+HELPERS = Path(__file__).parent
 REPORT_VARIABLE = "VLLM_KVCR_TEST_REPORT"
 
 WORKLOAD = Workload(prompts=3, chunks_per_prompt=4)
@@ -28,7 +28,7 @@ def test_repeated_prompts_are_served_by_kvcr_with_equal_outputs(
         WORKLOAD,
         STAGE,
         tmp_path / "engine.log",
-        seconds=120,
+        seconds=240,
         spec=("ReportingSpec", "reporting_spec"),
         environment={
             REPORT_VARIABLE: str(report),
