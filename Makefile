@@ -11,6 +11,7 @@
 #   make soak        random faults for ten minutes       SOAK_ARGS="--seconds 60"
 #   make matrix      the tests on every pair of releases MATRIX_ARGS="--adapter-level"
 #   make upstream-tree  what a pull request to vLLM carries, tested in vLLM's tree
+#   make dist        wheel and sdist in dist/, checked for an index
 #   make clean       removes environments and caches
 # PYTHON=... names the Python (3.11 to 3.14) that .venv is made with.
 
@@ -31,7 +32,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help setup setup-peers demo demo-peers test lint bench fleet soak matrix upstream-tree clean
+.PHONY: help setup setup-peers demo demo-peers test lint bench fleet soak matrix dist upstream-tree clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -74,6 +75,14 @@ soak: setup
 
 matrix:
 	@python=$$(scripts/find_python.sh) && "$$python" -m scripts.matrix $(MATRIX_ARGS)
+
+# Only here, because only here something is to be published.
+dist: setup
+	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check \
+		-e ".[dist]" > .venv.log 2>&1 || { tail -15 .venv.log; exit 1; }
+	@rm -rf dist && $(VENV_PYTHON) -m build --no-isolation > .venv.log 2>&1 || \
+		{ tail -15 .venv.log; exit 1; }
+	@$(VENV_PYTHON) -m twine check --strict dist/*
 
 upstream-tree:
 	@python=$$(scripts/find_python.sh) && "$$python" -m scripts.upstream_tree && \
