@@ -176,7 +176,7 @@ class Rig:
 
     def know(self, endpoint: str) -> None:
         """Count a peer as introduced, where first contact is not what is tested."""
-        self.tier._liveness.heard(endpoint)
+        self.tier._staging._liveness.heard(endpoint)
 
     def introduce(self, offload_key: OffloadKey, request_id: str = "r") -> None:
         """Have the peer that a request is hinted at answer for the first time."""

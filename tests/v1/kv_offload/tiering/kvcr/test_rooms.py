@@ -19,6 +19,7 @@ MAY_USE = {
     "transfers": {"backend.protocol", "compat", "reports", "peers", *DOOR},
     "backend": {"compat", "reports", "peers", "transfers.jobs", *DOOR},
     # Values are read by what knows them.
+    "assembly": {"backend", "compat", "reports", "peers", "transfers", *DOOR},
     "config": {"values"},
     "values": {"peers.endpoints"},
     "keys": set(),

@@ -65,7 +65,7 @@ class Clock:
 def stop_the_clock(rig: StandinRig) -> Clock:
     """Time goes on as a test says, for all that decides about waiting."""
     clock = Clock()
-    rig.tier._staging._clock = rig.tier._liveness._clock = clock
+    rig.tier._staging._clock = rig.tier._staging._liveness._clock = clock
     rig.tier._staging._next_check = 0.0
     return clock
 
@@ -207,7 +207,7 @@ def test_an_introduction_starts_before_its_request_can_end() -> None:
     rig.tier.on_request_finished(ReqContext("r"))
     rig.poll()
     answer(rig, fetches(rig)[0])
-    assert rig.tier._liveness.standing(PEER) is Standing.USABLE
+    assert rig.tier._staging._liveness.standing(PEER) is Standing.USABLE
 
 
 def test_nobody_waits_for_a_block_that_comes_for_no_job() -> None:
@@ -355,7 +355,7 @@ def test_a_request_is_free_one_timeout_after_it_asked() -> None:
         answer(rig, fetches(rig)[-1])
     assert set(rig.finished) == {second}
     assert rig.losses() == {"timed_out": 2}
-    assert rig.tier._liveness.standing(PEER) is Standing.USABLE
+    assert rig.tier._staging._liveness.standing(PEER) is Standing.USABLE
     assert first not in rig.finished
 
 
@@ -460,7 +460,7 @@ def test_by_option_a_peer_writes_straight_to_the_primary_tier() -> None:
 
 def test_a_success_straight_to_the_primary_tier_ends_a_suspicion() -> None:
     rig = peer_rig(remote_landing="primary")
-    liveness_of = rig.tier._liveness
+    liveness_of = rig.tier._staging._liveness
     job = rig.load([key(1)], [5], "r")
     liveness_of._sources[PEER].silences = 3
     answer(rig, rig.kvcr.last)
@@ -479,7 +479,7 @@ def test_a_slow_local_copy_is_not_held_against_a_hinted_peer() -> None:
     rig.load([key(1)], [5], "r")
     time.sleep(0.02)
     answer(rig, rig.kvcr.last, FAILED)
-    assert rig.tier._liveness.standing(PEER) is Standing.USABLE
+    assert rig.tier._staging._liveness.standing(PEER) is Standing.USABLE
 
 
 @pytest.mark.parametrize("broken", ["fetch", "release", "query"])
@@ -554,7 +554,7 @@ def test_a_read_that_fails_is_the_blocks_fault_and_not_the_disks() -> None:
     rig.load([key(1)], [5])
     clock.now += 0.95
     answer(rig, fetches(rig)[0], FAILED)
-    assert rig.tier._liveness.standing(OWN_FILES) is Standing.USABLE
+    assert rig.tier._staging._liveness.standing(OWN_FILES) is Standing.USABLE
     assert rig.tier._health.state.value == "healthy"
 
 

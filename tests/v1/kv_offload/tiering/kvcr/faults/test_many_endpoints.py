@@ -207,7 +207,7 @@ def test_a_peer_outside_of_allowed_peers_is_never_dialled(engines: Any) -> None:
 def test_a_pull_by_name(pair: tuple[Engine, Any]) -> None:
     engine, peer = pair
     value = hint_at(endpoint_of(peer.port).replace("127.0.0.1", "LocalHost."))
-    engine.tier._liveness.heard(
+    engine.tier._staging._liveness.heard(
         endpoint_of(peer.port).replace("127.0.0.1", "localhost")
     )
     context = engine.begin("r", value)

@@ -163,6 +163,20 @@ class Staging:
         """Whether an introduction is wanted or under way: KVCR has to be polled."""
         return bool(self._wanted) or self._introductions > 0
 
+    def why_not(self, source: str, key: bytes, request_id: str) -> Lost | None:
+        """Why a block cannot be staged from a source now, if there is a reason.
+
+        A source that has not answered yet is introduced with that block.
+        """
+        limits, files = self._limits, source is FILES
+        if not (limits.file_window if files else limits.peer_window):
+            return None  # KVCR is a stand-in that fetches nothing
+        if self._liveness.standing(source) is not Standing.USABLE:
+            self.introduce(source, key, request_id)
+            return Lost.DISK_STALLED if files else Lost.INTRODUCING
+        full = limits.stages_peers and not files and self.peer_room <= 0
+        return Lost.LANDING_FULL if full else None
+
     def introduce(self, source: str, key: bytes, request_id: str) -> None:
         """Have the next ``pump`` pull one block, to learn whether a source answers.
 
