@@ -42,7 +42,6 @@ class Child:
         arguments: Mapping[str, Any],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._module = module
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._read, write = os.pipe()
         self._buffer = b""

@@ -172,11 +172,14 @@ def test_after_preemption_a_hint_that_is_gone_is_gone(later: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("no"), TypeError("no"), KeyError("no"), OverflowError("no")]
+    "error",
+    [ValueError, TypeError, KeyError, OverflowError, AttributeError, RecursionError],
 )
-def test_a_hint_that_kvcr_refuses_is_counted_and_forgotten(error: Exception) -> None:
+def test_a_hint_that_kvcr_refuses_is_counted_and_forgotten(
+    error: type[Exception],
+) -> None:
     rig = peer_rig()
-    rig.kvcr.raises["submit_hint"] = error
+    rig.kvcr.raises["submit_hint"] = error("no")
     rig.kvcr.statuses[key(1)] = HIT
     context = hinted_request("r", hint())
     rig.tier.on_new_request(context)

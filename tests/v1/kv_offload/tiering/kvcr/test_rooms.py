@@ -15,7 +15,7 @@ DOOR = {"config", "keys", "namespace", "values"}
 MAY_USE = {
     "compat": set(),
     "reports": {"compat", *DOOR},
-    "peers": {"compat", "reports", *DOOR},
+    "peers": {"backend.protocol", "compat", "reports", *DOOR},
     "transfers": {"backend.protocol", "compat", "reports", "peers", *DOOR},
     "backend": {"compat", "reports", "peers", "transfers.jobs", *DOOR},
     # Values are read by what knows them.

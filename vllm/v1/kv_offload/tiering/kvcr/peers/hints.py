@@ -9,16 +9,17 @@ none; what raises is that KVCR is gone. Runs on the thread that drives the tier.
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.tiering.kvcr.backend.protocol import KvcrApi
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
-from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import Fault, fault_of
+from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import UNREADABLE_HINT
 from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import (
     AllowedPeers,
     EndpointError,
@@ -34,14 +35,6 @@ MAX_HINTED_PEERS = 64
 """Peers that the requests under way may be hinted at; half of the connections."""
 
 _FETCH = "kv.fetch"
-
-
-class HintSink(Protocol):
-    """The part of KVCR that takes hints."""
-
-    def submit_hint(self, hints: Mapping[str, object], request_id: str) -> None: ...
-
-    def discard_hint(self, request_id: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -69,7 +62,7 @@ class Hints:
 
     def __init__(
         self,
-        sink: HintSink,
+        kvcr: KvcrApi,
         peers: Liveness,
         losses: Losses,
         *,
@@ -78,7 +71,7 @@ class Hints:
         allowed: AllowedPeers,
         is_incompatible: Callable[[str], bool],
     ) -> None:
-        self._sink = sink
+        self._kvcr = kvcr
         self._peers = peers
         self._losses = losses
         self._own_endpoints = own_endpoints
@@ -104,12 +97,10 @@ class Hints:
             self._losses.ignore_hint(unusable.reason, unusable)
             return
         try:
-            self._sink.submit_hint(request_id=request_id, hints=plain)
-        except Exception as error:
-            if fault_of(error) is Fault.HINT:
-                self._losses.ignore_hint(_why_rejected(plain), error)
-                return
-            raise
+            self._kvcr.submit_hint(request_id=request_id, hints=plain)
+        except UNREADABLE_HINT as error:
+            self._losses.ignore_hint(_why_rejected(plain), error)
+            return
         self.requests[request_id] = _RequestHint(endpoint)
         if endpoint is not None:
             self._hinted_at[endpoint] += 1
@@ -123,7 +114,7 @@ class Hints:
             self._hinted_at[hint.endpoint] -= 1
             if not self._hinted_at[hint.endpoint]:
                 del self._hinted_at[hint.endpoint]
-        self._sink.discard_hint(request_id)
+        self._kvcr.discard_hint(request_id)
 
     def endpoint(self, request_id: str) -> str | None:
         """The peer that a request was hinted at."""
