@@ -265,7 +265,7 @@ def test_after_a_reset_nothing_touches_the_primary_tier(engine_of: MakeEngine) -
 
     tier = source.tiers[0]
     endpoint = f"tcp://{LOCALHOST}:{port}"
-    sink.tiers[0]._liveness.heard(endpoint)
+    sink.tiers[0]._staging._liveness.heard(endpoint)
     pull = sink.begin(hinted_request("pull", hint(pulled, endpoint)))
     busy = source.begin(ReqContext("busy"))
 

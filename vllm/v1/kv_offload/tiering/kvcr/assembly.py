@@ -173,7 +173,7 @@ def assemble(
         allowed=AllowedPeers(config.allowed_peers),
         is_incompatible=backend.is_incompatible,
     )
-    # Stand-ins for KVCR in vLLM's tests deliver, and do not fetch.
+    # The stand-ins for KVCR in vLLM's tests can deliver but not fetch.
     stages = hasattr(kvcr, "fetch")
     limits = setup.limits_of(config, primary, backend.slots, stages=stages)
     staging = Staging(
