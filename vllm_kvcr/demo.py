@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A real vLLM engine on the CPU, served by the KVCR tier: ``python -m vllm_kvcr.demo``.
+"""Runs a real vLLM engine on the CPU with the KVCR tier: ``python -m vllm_kvcr.demo``.
 
-Distinct long prompts run cold; then again, when neither vLLM's KV cache nor its
-primary tier holds them any more and only KVCR does: in its DRAM pool, and on a second
+Distinct long prompts run cold. They run again when neither vLLM's KV cache nor its
+primary tier holds them any more, but only KVCR: in its DRAM pool and, on a second
 engine whose pool is too small, in files over NIXL's POSIX backend. The exit status is
-zero only if tokens were served from each and every output equals the cold one.
+zero only if tokens were served from both, and every output equals the cold one.
 """
 
 import argparse
@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="show two OpenAI servers instead, of which one pulls from the other; for "
-        "a machine with few cores this needs vLLM 0.33 or later",
+        help="show two OpenAI servers instead, one of which pulls from the other; on a "
+        "machine with few cores this needs vLLM 0.33 or later",
     )
     parser.add_argument(
         "--tier",
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = Console(stderr=True)
     if not entry_points(group="vllm.general_plugins", name="kvcr"):
         progress.print(
-            "vllm-kvcr is not installed in this Python, so vLLM would not find it"
+            "vllm-kvcr is not installed for this Python, so vLLM would not find it"
         )
         return 1
     log = options.log or new_log()
@@ -76,13 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 results.append((stage, result))
     except StageFailed as failure:
         progress.print(f"{stage.title}: {failure}", markup=False, soft_wrap=True)
-        progress.print(f"All of it: {log}", soft_wrap=True)
+        progress.print(f"The whole log: {log}", soft_wrap=True)
         return 1
     except KeyboardInterrupt:
-        progress.print("Interrupted; the engine is stopped.")
+        progress.print("Interrupted; the engine has been stopped.")
         return 130
 
-    # A fixed width where the output is not a terminal: cut-off columns say nothing.
+    # A fixed width if the output is not a terminal, since cut-off columns are useless.
     output = Console(width=None if sys.stdout.isatty() else 80)
     output.print(table(results))
     faults = [
@@ -94,15 +94,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         output.print(f"[red]FAILED[/red] {fault}", soft_wrap=True)
     if not faults:
         output.print(
-            "Served from KVCR's DRAM and from its files; every output equals the cold "
-            "one."
+            "Prompts were served from KVCR's DRAM and from its files, and every output "
+            "equals the cold one."
         )
     return 1 if faults else 0
 
 
 def table(results: Sequence[tuple[Stage, StageResult]]) -> Table:
-    """A column for each stage, a row for each measure."""
-    shown = Table(title="Prompts run cold, then again with KVCR alone holding them")
+    """A table with a column for each stage and a row for each measure."""
+    shown = Table(title="Prompts run cold, then again when only KVCR holds them")
     shown.add_column()
     for stage, _ in results:
         shown.add_column(f"from {stage.title}", justify="right")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the demos show while they run, and how an interrupted one ends."""
+"""Shows the demos' progress, and lets an interrupted one end cleanly."""
 
 import signal
 import tempfile
@@ -23,7 +23,7 @@ def new_log() -> Path:
 
 @contextmanager
 def termination_interrupts() -> Iterator[None]:
-    """Let SIGTERM take the way of Ctrl-C, which stops the engine."""
+    """Make SIGTERM act like Ctrl-C, which stops the engine."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -33,7 +33,7 @@ def termination_interrupts() -> Iterator[None]:
 
 @contextmanager
 def shown(console: Console, title: str) -> Iterator[Callable[[str], None]]:
-    """Show what goes on: one changing line on a terminal, else a line for each."""
+    """Show progress: in one changing line on a terminal, else line by line."""
     started = time.monotonic()
     if console.is_terminal:
         with console.status(f"{title}: {STARTING}") as status:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A real transfer between two processes of this machine, through the tier.
+"""Makes a real transfer between two processes on this machine, through the tier.
 
-Both ends are started here, with the configuration's backends, and listen on 127.0.0.1
-only, on ports of their own. It shows that KVCR, NIXL and the tier work together. The
-network between two hosts it does not show: on one host UCX takes shared memory.
+Both ends are started here with the configuration's backends, and listen only on
+127.0.0.1, on ports of their own. This shows that KVCR, NIXL and the tier work together,
+but says nothing about the network between hosts: on one host UCX uses shared memory.
 """
 
 import random
@@ -27,12 +27,12 @@ _TOTAL_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 _MOST_CHUNK_BYTES = 16 << 20
 _FIRST = 4
-"""Blocks of the first pull, which also connects the two and is not timed."""
+"""Blocks of the first pull, which also connects the two ends and is not timed."""
 
 
 def check(setting: Setting) -> Iterator[Finding]:
     configs = [c for _, c in setting.valid if c.serves_peers]
-    # Without one, the defaults: it still tells whether KVCR and NIXL work here.
+    # If none serves peers, the defaults still show whether KVCR and NIXL work here.
     yield _transfer(configs[0] if configs else None, setting.chunk_bytes)
 
 
@@ -99,7 +99,7 @@ def options(config: "TierConfig | None", port: int, rows: int) -> dict[str, Any]
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports below those that the system, and so NIXL, hands out by itself."""
+    """Free ports below the range from which the system, and so NIXL, picks ports."""
     found: dict[int, socket.socket] = {}
     try:
         for port in random.SystemRandom().sample(range(20_000, 32_000), 200):
@@ -118,7 +118,7 @@ def free_ports(count: int) -> list[int]:
 def _failed(text: str) -> Finding:
     return fail(
         text,
-        "see the checks above; UCX_LOG_LEVEL=info and NIXL_LOG_LEVEL=INFO tell more",
+        "see the checks above; UCX_LOG_LEVEL=info and NIXL_LOG_LEVEL=INFO say more",
     )
 
 
@@ -131,7 +131,7 @@ def _incomplete(pulled: dict[str, Any]) -> Finding:
         )
     return fail(
         f"{pulled['arrived']} of {pulled['asked']} blocks arrived from another process",
-        "UCX_LOG_LEVEL=info tells which transport was tried; UCX_TLS and "
-        "UCX_NET_DEVICES choose others",
+        "UCX_LOG_LEVEL=info shows which transport was tried; UCX_TLS and "
+        "UCX_NET_DEVICES select others",
         **pulled,
     )

@@ -176,24 +176,6 @@ def test_every_shim_in_compat_is_listed_here() -> None:
     assert found == {shim.name for shim in SHIMS} | UNTIL_OFFERED
 
 
-def test_every_flag_says_whom_it_serves_and_when_it_can_go() -> None:
-    lines = COMPAT.splitlines()
-    for shim in SHIMS:
-        (at,) = [
-            n for n, line in enumerate(lines) if re.match(rf"{shim.name}\b", line)
-        ] or [None]
-        if at is None:
-            continue  # a function: the test above read its docstring
-        while not lines[at - 1].startswith("#"):
-            assert lines[at - 1], f"{shim.name} has no comment above it"
-            at -= 1
-        comment = ""
-        while lines[at - 1].startswith("#"):
-            at -= 1
-            comment = f"{lines[at][1:]}{comment}"
-        assert re.search(r"\bServes (vLLM|kvcr)\b.*\bcan go\b", comment, re.IGNORECASE)
-
-
 # --- where versions are told apart -----------------------------------------------
 
 RELEASE = re.compile(

@@ -344,7 +344,7 @@ def test_with_events_off_a_warning_says_what_is_not_published(
     rig = StandinRig(spec=partial_spec(events=False), **options)
     rig.kvcr.publish(key(1))
     assert not rig.tier.take_events()
-    assert any("not be published" in text for text in tier_log.texts())
+    assert any("KV events are off" in text for text in tier_log.texts())
 
 
 def test_a_tier_that_owns_nothing_has_nothing_to_describe(tier_log: LogLines) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The files of g3 at start: what is refused, what is made anew, what is left behind.
+"""The files of g3 at start: what is refused, what is recreated, what is left behind.
 
 Over the real KVCR and NIXL, which open the files.
 """
@@ -71,7 +71,7 @@ def test_a_file_of_another_size_is_made_anew(
     with started(path):
         assert content(folder) == {"kv": SIZE}
         assert not any(path.read_bytes())
-    (line,) = [text for text in tier_log.texts() if "made anew" in text]
+    (line,) = [text for text in tier_log.texts() if "recreated" in text]
     for part in (str(path), str(before), str(SIZE)):
         assert part in line
 
@@ -83,7 +83,7 @@ def test_a_file_of_that_size_is_taken_as_it_is(
         pass
     with started(folder / "kv"):
         assert content(folder) == {"kv": SIZE}
-    assert not any("made anew" in text for text in tier_log.texts())
+    assert not any("recreated" in text for text in tier_log.texts())
 
 
 def test_a_service_keeps_what_a_file_holds(folder: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_named_plugin_that_is_not_there_is_refused_with_what_is(
     with pytest.raises(OptionError) as refused:
         preflight.check_plugins(parse(**options), nixl)
     assert option in str(refused.value)
-    assert usable in str(refused.value).partition("usable here are ")[2]
+    assert usable in str(refused.value).partition("usable here: ")[2]
 
 
 def test_the_installed_nixl_says_what_it_has() -> None:
@@ -291,7 +291,7 @@ def test_a_mute_service_is_told_while_it_is_waited_for(
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(path)
         mute.listen()
-        with pytest.raises(RuntimeError, match="no pool from the KVCR service"):
+        with pytest.raises(RuntimeError, match="the KVCR service did not grant a pool"):
             Rig(
                 kvcr_service_socket_path=path,
                 compatibility_digest="d",

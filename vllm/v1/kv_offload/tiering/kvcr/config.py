@@ -153,7 +153,7 @@ class TierConfig(_Options):
     host; see [security](security.md#which-peers-may-be-pulled-from)."""
 
     control_secret_file: values.FilePath | None = None
-    """A file that holds a secret of at least 16 bytes. Control messages are signed with
+    """The file with a secret of at least 16 bytes. Control messages are signed with
     it, and messages without that signature are ignored; see
     [security](security.md#a-shared-secret). Cannot be combined with
     ``kvcr_service_socket_path``."""
@@ -176,9 +176,9 @@ class TierConfig(_Options):
 
     remote_landing: Literal["pool", "primary"] = "pool"
     """Where a peer's blocks land first. ``pool``: in KVCR's memory, so that a late
-    write can hit nothing else. ``primary``: directly in vLLM's primary tier, which saves
-    a copy; but if a peer's write cannot be stopped, its load keeps its slots until the
-    peer answers again."""
+    write can hit nothing else. ``primary``: directly in vLLM's primary tier, which
+    saves a copy; but if a peer's write cannot be stopped, its load keeps its slots
+    until the peer answers again."""
 
     landing_slots: values.Count | None = None
     """Size of the landing pool in chunks, if KVCR has no other pool. Default: as many
@@ -192,8 +192,8 @@ class TierConfig(_Options):
     """Size of KVCR's own pool in host DRAM, in chunks; 0 means no pool."""
 
     secondary_g2_bytes: values.SizeOrNone = 0
-    """The same in bytes, such as ``"64GiB"``, rounded down to whole chunks. Set only one
-    of the two."""
+    """The same in bytes, such as ``"64GiB"``, rounded down to whole chunks. Set only
+    one of the two."""
 
     g3: Annotated[G3Config | None, values.MAPPING] = None
     """Files below that pool; see below."""
@@ -210,7 +210,7 @@ class TierConfig(_Options):
     ``secondary_g2_bytes``; needs ``control_ports``."""
 
     compatibility_digest: values.Text | None = None
-    """A text that all engines that share the service's pool must agree on; set it
+    """The text that all engines that share the service's pool must agree on; set it
     together with the socket's path. ``auto`` stands for the namespace."""
 
     local_dram_backend: values.Plugin = "UCX"
@@ -227,8 +227,9 @@ class TierConfig(_Options):
     operation_timeout_ms: values.Count | None = None
     """How long a load waits for a file, and how long KVCR works on one operation before
     it cancels it. Default: 1000. If it is left out and peers are served, KVCR gets
-    ``introduction_timeout_ms`` instead. With ``g3``, KVCR always gets at least a minute:
-    NIXL can crash the process when a file operation in progress is cancelled."""
+    ``introduction_timeout_ms`` instead. With ``g3``, KVCR always gets at least a
+    minute: NIXL can crash the process when a file operation in progress is
+    cancelled."""
 
     pull_timeout_ms: values.Count | None = None
     """How long a request waits for a block from a peer before it goes on without it.

@@ -349,7 +349,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._guarded(self._transfers.pump)
         if self._transfers.corrupt and self._config.serves_peers:
             blocks, self._transfers.corrupt = self._transfers.corrupt, 0
-            self._health.degrade(Reason.CORRUPT_BLOCKS, f"{blocks} blocks")
+            detail = f"{blocks} blocks read from g3 files are damaged"
+            self._health.degrade(Reason.CORRUPT_BLOCKS, detail)
 
     def _drain(self, give_up_after_s: float | None) -> bool:
         """Poll until this tier no longer uses the primary tier's memory.
