@@ -40,7 +40,7 @@ from vllm.v1.kv_offload.tiering.base import (
     SecondaryTierManager,
     TransferJob,
 )
-from vllm.v1.kv_offload.tiering.kvcr.assembly import assemble
+from vllm.v1.kv_offload.tiering.kvcr.assembly import Assembly
 from vllm.v1.kv_offload.tiering.kvcr.backend.start import Natives
 from vllm.v1.kv_offload.tiering.kvcr.compat.environment import check_environment
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import LOOKUPS
@@ -88,7 +88,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         RuntimeError: KVCR or NIXL could not start.
     """
 
-    # Set to true on each tier that gains from being polled between two steps.
+    # True on each tier that gains from being polled between two steps.
     tolerates_off_thread_polling: ClassVar[bool] = False
 
     def __init__(
@@ -106,7 +106,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             **shims.base_arguments(backpressure_detector),
         )
         check_environment()
-        parts = assemble(
+        parts = Assembly(
             Natives(KVCR, ZmqPeerControlChannel, mmap.mmap, _RETAINED_NATIVE_BUFFERS),
             offloading_spec,
             primary_kv_view,
@@ -119,7 +119,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._primary_row_stride = parts.primary.row_bytes
         self._prefix = parts.prefix
         self._backend = parts.backend
-        self._kvcr = parts.backend.kvcr
+        self._kvcr = parts.kvcr
         self._health = parts.health
         self._losses = parts.losses
         self._idle_reports = parts.idle_reports
@@ -353,11 +353,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             self._health.degrade(Reason.CORRUPT_BLOCKS, detail)
 
     def _drain(self, give_up_after_s: float | None) -> bool:
-        """Poll until this tier no longer uses the primary tier's memory.
-
-        Returns:
-            Whether it got there within ``give_up_after_s``.
-        """
+        """Poll until no job or pin uses the primary tier; false if it gave up."""
         started = warned = time.monotonic()
         # How long to wait for a peer that may still read from the primary tier.
         patience_s = self._config.abandon_timeout / 1000

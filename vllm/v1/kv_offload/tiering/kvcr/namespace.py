@@ -35,10 +35,9 @@ only serve to name the field that differs."""
 
 @dataclass(frozen=True)
 class Namespace:
-    """A prefix and the fields it was made from. An empty prefix means no namespace."""
+    """The prefix of every key. An empty prefix means no namespace."""
 
     prefix: bytes = b""
-    fields: tuple[tuple[str, str], ...] = ()
 
     @property
     def digest(self) -> str:
@@ -127,4 +126,4 @@ def _assemble(values: dict[str, str]) -> Namespace:
     fields = tuple((name, values[name]) for name in _FIELDS)
     total = hashlib.sha256(repr(fields).encode()).digest()[:_TOTAL_BYTES]
     tags = bytes(hashlib.sha256(repr(pair).encode()).digest()[0] for pair in fields)
-    return Namespace(total + tags, fields)
+    return Namespace(total + tags)

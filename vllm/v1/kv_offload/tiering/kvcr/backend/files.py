@@ -92,11 +92,7 @@ def _target(path: Path) -> Path:
 
 
 def _check_kind(path: Path) -> os.stat_result | None:
-    """Check that a path, links followed, is a regular file or can become one.
-
-    Returns:
-        Its status; ``None`` if nothing exists there yet.
-    """
+    """The status of a regular file, links followed; ``None`` if nothing is there."""
     folder = _target(path).parent
     if not folder.is_dir():
         raise _refusal(

@@ -45,11 +45,13 @@ def choose_policy(name: str | None, *, has_files: bool) -> KVCachePolicy | None:
     """The policy for KVCR, or ``None`` to leave the choice to KVCR.
 
     Raises:
-        ValueError, TypeError: as ``make_policy``.
+        ValueError: the name is unknown or cannot be imported, or the policy does not
+            suit files.
+        TypeError: it does not name a ``KVCachePolicy`` class.
     """
     if name is None:
         return CleanFirstPolicy() if has_files else None
-    policy = make_policy(name)
+    policy = _policy_class(name)()
     # FIFOPolicy takes every block into the pool and drops the blocks that it evicts.
     no_files = all(
         getattr(type(policy), name) is getattr(FIFOPolicy, name)
@@ -97,17 +99,8 @@ def observe(
     policy.decide_recovery = tell_failed  # type: ignore[method-assign]
 
 
-def make_policy(name: str) -> KVCachePolicy:
-    """Build the policy called ``name``: a built-in one or ``module.Class``.
-
-    Raises:
-        ValueError: the name is unknown, or cannot be imported.
-        TypeError: it does not name a ``KVCachePolicy`` class.
-    """
-    return _policy_class(name)()
-
-
 def _policy_class(name: str) -> type[KVCachePolicy]:
+    """The class called ``name``: a built-in one or ``module.Class``."""
     built_in = BUILT_IN.get(name)
     if built_in is not None:
         return built_in

@@ -95,11 +95,7 @@ class Backend:
         return isinstance(channel, PeerChannel) and channel.is_incompatible(endpoint)
 
     def stop(self) -> bool:
-        """Close KVCR, and free its memory unless native code may still touch it.
-
-        Returns:
-            Whether native code has let go of every buffer.
-        """
+        """Close KVCR and free its memory; false if native code may still touch it."""
         if not self.closer.wait(CLOSE_TIMEOUT_S):
             self._retain()
             return False

@@ -20,10 +20,7 @@ def explain(
     primary: setup.Primary,
     guard: KVCRGuardConfig | None,
 ) -> Exception | None:
-    """The exception to raise from ``error``, which KVCR's start raised.
-
-    ``None`` if ``error`` itself is to be raised.
-    """
+    """What to raise from ``error``, which KVCR's start raised; ``None`` for itself."""
     told = setup.service_refused(guard, error) or setup.files_refused(config, error)
     if told is None and config.g3 is not None and isinstance(error, OSError):
         size = setup.g3_file_bytes(config.g3, primary)

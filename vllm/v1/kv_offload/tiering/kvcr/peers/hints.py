@@ -183,8 +183,12 @@ class Hints:
         return endpoint
 
 
-def own_endpoints(bind_host: str, advertise_host: str, port: int) -> frozenset[str]:
-    """Every way in which a hint may name this engine's control endpoint."""
+def own_endpoints(
+    bind_host: str, advertise_host: str, port: int | None
+) -> frozenset[str] | None:
+    """Every way in which a hint may name this engine's control endpoint, if any."""
+    if port is None:
+        return None
     hosts = {bind_host, advertise_host, socket.gethostname(), "localhost", "127.0.0.1"}
     endpoints = set()
     for host in hosts:

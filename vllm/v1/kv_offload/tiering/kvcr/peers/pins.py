@@ -136,13 +136,10 @@ class Pins:
         return len(self._held) == len(self._refused)
 
     def let_go_of_refused(self) -> int:
-        """Release pins although a write may still read their blocks.
+        """Release pins although a write may still read their blocks, and count them.
 
         Nobody gets wrong bytes because of it: KVCR reports a source as uncertain only
         long after the peer has given up the same pull and no longer uses what arrives.
-
-        Returns:
-            The number of pins released.
         """
         refused = list(self._refused)
         for handle in refused:

@@ -16,15 +16,13 @@ Sink = Callable[[InventoryEvent], None]
 
 
 def sink_of(sinks: Sequence[Sink]) -> Sink | None:
-    """One inventory sink that calls several."""
-    if len(sinks) < 2:
-        return sinks[0] if sinks else None
+    """One inventory sink that calls several; ``None`` if there are none."""
 
     def report(event: InventoryEvent) -> None:
         for sink in sinks:
             sink(event)
 
-    return report
+    return report if sinks else None
 
 
 class Inventory:

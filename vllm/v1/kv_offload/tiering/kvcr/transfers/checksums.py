@@ -72,10 +72,8 @@ class BlockSums:
     ) -> dict[bytes, Sum]:
         """Compute the checksums of ``(block key, chunk)`` pairs that will be stored.
 
-        The chunks must not change until ``take_done`` returns ``token``.
-
-        Returns:
-            The argument for ``stored``.
+        The chunks must not change until ``take_done`` returns ``token``. Returns the
+        argument for ``stored``.
         """
         sums = self._residency.storing([key for key, _ in blocks])
         if len(sums) < len(blocks):

@@ -68,7 +68,6 @@ class _Pull:
     """Blocks that a job wants from one source."""
 
     job: Job
-    request_id: str
     items: list[tuple[bytes, list[object]]]
     cursor: int = 0
 
@@ -191,7 +190,7 @@ class Staging:
         lane = self._lane(source)
         if not job.moved_at:
             job.moved_at = self._clock()
-        lane.waiting.append(_Pull(job, job.request_id, list(blocks.items())))
+        lane.waiting.append(_Pull(job, list(blocks.items())))
 
     def pump(self) -> list[Outcome]:
         """Give up on fetches that take too long; start those that there is room for."""
@@ -316,7 +315,7 @@ class Staging:
             return None if standing is Standing.USABLE else Lost.DISK_STALLED
         if self.peer_room <= 0:
             return Lost.LANDING_FULL
-        if lane.waiting[0].request_id not in self._hinted:
+        if lane.waiting[0].job.request_id not in self._hinted:
             return Lost.ABORTED
         if standing is Standing.COOLING:
             return Lost.PEER_DOWN
@@ -326,7 +325,7 @@ class Staging:
         pull = lane.waiting.popleft()
         keys = [key for key, _ in pull.items[pull.cursor :]]
         if reason is Lost.INTRODUCING or reason is Lost.DISK_STALLED:
-            self.introduce(lane.source, keys[0], pull.request_id)
+            self.introduce(lane.source, keys[0], pull.job.request_id)
         yield Missed(pull.job, lane.source, keys, reason)
 
     def _start_next(self, lane: _Lane, now: float) -> bool:
@@ -344,7 +343,7 @@ class Staging:
         pull.cursor += part
         if pull.cursor == len(pull.items):
             lane.waiting.popleft()
-        self._fetch(lane, pull, blocks, pull.request_id, now)
+        self._fetch(lane, pull, blocks, pull.job.request_id, now)
         return True
 
     def _start_introductions(self, now: float) -> None:
