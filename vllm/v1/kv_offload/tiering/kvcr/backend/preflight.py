@@ -94,7 +94,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_plugins(config: TierConfig, nixl: Nixl) -> TierConfig:
-    """Refuse plugins that this NIXL does not have; choose one for files if none is set."""
+    """Refuse plugins that this NIXL does not have, and choose one for files."""
     if config.has_own_pool and config.kvcr_service_socket_path is None:
         _check_plugin("local_dram_backend", config.local_dram_backend, "DRAM_SEG", nixl)
     if config.serves_peers:
