@@ -20,19 +20,15 @@ import numpy as np
 import pytest
 from packaging.version import Version
 
-from tests.v1.kv_offload.tiering.kvcr.conftest import TIER_PACKAGE, LogLines
-from tests.v1.kv_offload.tiering.kvcr.rig import (
+from tests.v1.kv_offload.tiering.kvcr.builders import (
     LOCALHOST,
-    Rig,
-    StandinRig,
     free_port,
     keys,
+    make_spec,
 )
-from tests.v1.kv_offload.tiering.kvcr.standin import (
-    KeepingStandin,
-    RecordingParent,
-    partial_spec,
-)
+from tests.v1.kv_offload.tiering.kvcr.conftest import TIER_PACKAGE, LogLines
+from tests.v1.kv_offload.tiering.kvcr.rig import Rig, StandinRig
+from tests.v1.kv_offload.tiering.kvcr.standin import KeepingStandin, RecordingParent
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.kvcr import manager
@@ -531,4 +527,4 @@ def test_vllms_base_class_is_left_to_itself() -> None:
         if not name.startswith("_") and name not in probed | added
     }
     assert own <= set(dir(SecondaryTierManager))
-    assert StandinRig(spec=partial_spec()).lookup(keys(1)[0]) is LookupResult.MISS
+    assert StandinRig(spec=make_spec()).lookup(keys(1)[0]) is LookupResult.MISS

@@ -12,15 +12,9 @@ from typing import Any
 import pytest
 from kvcr.policy import LRUPolicy
 
+from tests.v1.kv_offload.tiering.kvcr.builders import LOCALHOST, free_port, key
 from tests.v1.kv_offload.tiering.kvcr.conftest import LogLines
-from tests.v1.kv_offload.tiering.kvcr.rig import (
-    LOCALHOST,
-    ROW_BYTES,
-    Rig,
-    StandinRig,
-    free_port,
-    key,
-)
+from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, Rig, StandinRig
 from vllm.v1.kv_offload.tiering.kvcr.backend import preflight, setup, waiting
 from vllm.v1.kv_offload.tiering.kvcr.backend.policy import choose_policy
 from vllm.v1.kv_offload.tiering.kvcr.compat.nixl import Nixl

@@ -17,17 +17,15 @@ import psutil
 import pytest
 import zmq
 
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import (
-    make_keys,
-    router_hash,
-)
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
+from tests.v1.kv_offload.tiering.kvcr.builders import (
     endpoint_of,
     free_port,
     make_hint,
     peer_options,
+    router_hash,
 )
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.kvcr.peers.connections import (
     MAX_CONNECTIONS,
