@@ -17,9 +17,9 @@ from benchmarks.contenders import (
     shipped,
 )
 from benchmarks.plan import Plan
-from benchmarks.ports import free_ports
 from benchmarks.remote import Fleet
 from benchmarks.result import MICROSECONDS, Row, Section, compare
+from vllm_kvcr.ports import free_ports
 
 CONTROL_PLANE = "benchmarks.control:ControlPlane"
 FLATNESS = "benchmarks.flat:Flatness"

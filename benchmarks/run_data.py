@@ -21,7 +21,6 @@ from benchmarks.contenders import (
     shipped,
 )
 from benchmarks.plan import MIB, Plan
-from benchmarks.ports import free_ports
 from benchmarks.remote import Fleet
 from benchmarks.result import (
     GIGABYTES,
@@ -33,6 +32,7 @@ from benchmarks.result import (
     compare,
 )
 from benchmarks.stats import median, ratio
+from vllm_kvcr.ports import free_ports
 
 Tell = Callable[[str], None]
 _ENGINE_STEP_S = 0.03

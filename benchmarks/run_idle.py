@@ -10,10 +10,10 @@ from typing import Any
 from benchmarks.contenders import BARE, OURS, SHIPPED, adapters, ours, peering, shipped
 from benchmarks.idle_engine import IdleEngine
 from benchmarks.plan import IDLE_ROWS, Plan
-from benchmarks.ports import free_ports
 from benchmarks.remote import Fleet
 from benchmarks.result import PERCENT, Row, Section
 from benchmarks.threads import ThreadLoad
+from vllm_kvcr.ports import free_ports
 
 Tell = Callable[[str], None]
 

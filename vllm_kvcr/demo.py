@@ -20,7 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_kvcr import demo_peers
-from vllm_kvcr.demo_console import new_log, shown, termination_interrupts
+from vllm_kvcr.demo_console import (
+    conclude,
+    new_log,
+    shown,
+    termination_interrupts,
+)
 from vllm_kvcr.demo_plan import Stage, StageResult, Workload, stages
 from vllm_kvcr.demo_process import StageFailed, run_stage
 
@@ -82,22 +87,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress.print("Interrupted; the engine has been stopped.")
         return 130
 
-    # A fixed width if the output is not a terminal, since cut-off columns are useless.
-    output = Console(width=None if sys.stdout.isatty() else 80)
-    output.print(table(results))
     faults = [
         f"{stage.title}: {fault}"
         for stage, result in results
         for fault in result.faults(stage)
     ]
-    for fault in faults:
-        output.print(f"[red]FAILED[/red] {fault}", soft_wrap=True)
-    if not faults:
-        output.print(
-            "Prompts were served from KVCR's DRAM and from its files, and every output "
-            "equals the cold one."
-        )
-    return 1 if faults else 0
+    return conclude(
+        table(results),
+        faults,
+        "Prompts were served from KVCR's DRAM and from its files, and every output "
+        "equals the cold one.",
+    )
 
 
 def table(results: Sequence[tuple[Stage, StageResult]]) -> Table:

@@ -3,13 +3,15 @@
 """Shows the demos' progress, and lets an interrupted one end cleanly."""
 
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 STARTING = "importing vLLM"
 
@@ -42,3 +44,15 @@ def shown(console: Console, title: str) -> Iterator[Callable[[str], None]]:
         console.print(f"{title}: {STARTING}")
         yield lambda doing: console.print(f"{title}: {doing}", markup=False)
     console.print(f"{title}: done in {time.monotonic() - started:.0f} s")
+
+
+def conclude(table: Table, faults: Sequence[str], success: str) -> int:
+    """Print a demo's results and return its exit status."""
+    # A fixed width if the output is not a terminal, since cut-off columns are useless.
+    output = Console(width=None if sys.stdout.isatty() else 80)
+    output.print(table)
+    for fault in faults:
+        output.print(f"[red]FAILED[/red] {fault}", soft_wrap=True)
+    if not faults:
+        output.print(success)
+    return 1 if faults else 0

@@ -7,7 +7,6 @@ computed, every output equals A's, both sides count the same bytes, and B still 
 when A is gone.
 """
 
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvcr.demo_console import shown, termination_interrupts
+from vllm_kvcr.demo_console import conclude, shown, termination_interrupts
 from vllm_kvcr.peers_run import PeersResult, run
 from vllm_kvcr.servers import Answer, ServerFailed
 
@@ -39,18 +38,12 @@ def show(
         progress.print("Interrupted; the servers have been stopped.")
         return 130
 
-    # A fixed width if the output is not a terminal, since cut-off columns are useless.
-    output = Console(width=None if sys.stdout.isatty() else 80)
-    output.print(table(result))
-    faults = result.faults()
-    for fault in faults:
-        output.print(f"[red]FAILED[/red] {fault}", soft_wrap=True)
-    if not faults:
-        output.print(
-            "B computed only the end of the prompt that A had computed, and every "
-            "output equals A's."
-        )
-    return 1 if faults else 0
+    return conclude(
+        table(result),
+        result.faults(),
+        "B computed only the end of the prompt that A had computed, and every output "
+        "equals A's.",
+    )
 
 
 def table(result: PeersResult) -> Table:

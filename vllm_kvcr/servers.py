@@ -13,13 +13,11 @@ left.
 
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +31,8 @@ from vllm_kvcr import process_group
 from vllm_kvcr.demo_model import CHUNK_BYTES
 from vllm_kvcr.demo_plan import BLOCKS_PER_CHUNK, TOKENS_PER_BLOCK, TOKENS_PER_CHUNK
 from vllm_kvcr.demo_process import ENVIRONMENT, SHARED_MEMORY, log_tail
+from vllm_kvcr.ports import LOCALHOST, free_ports
 
-LOCALHOST = "127.0.0.1"
 MODEL_NAME = "demo"
 # Two servers were ready after 83 s on two shared cores, and after 230 s at a load of
 # 10.
@@ -281,15 +279,3 @@ class Server:
 def longest(chunks: int) -> int:
     """Tokens of a prompt that is slightly longer than ``chunks``, and of its output."""
     return (chunks + 1) * TOKENS_PER_CHUNK
-
-
-def free_ports(count: int) -> list[int]:
-    """Free ports below the range from which the system picks ports by itself."""
-    found: list[int] = []
-    candidates: Iterable[int] = random.SystemRandom().sample(range(20_000, 32_000), 200)
-    for port in candidates:
-        with suppress(OSError), socket.create_server((LOCALHOST, port)):
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise ServerFailed(f"there are no {count} free ports on {LOCALHOST}")

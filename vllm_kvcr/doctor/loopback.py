@@ -7,8 +7,6 @@ Both ends are started here with the configuration's backends, and listen only on
 but says nothing about the network between hosts: on one host UCX uses shared memory.
 """
 
-import random
-import socket
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvcr.doctor.child import Child, ChildFailed
 from vllm_kvcr.doctor.finding import Finding, fail, ok, size
 from vllm_kvcr.doctor.setting import Setting
+from vllm_kvcr.ports import LOCALHOST, free_ports
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.kvcr.config import TierConfig
 
 SECONDS = 180.0
 _END = "vllm_kvcr.doctor.loopback_end"
-_LOOPBACK = "127.0.0.1"
 _TOTAL_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 _MOST_CHUNK_BYTES = 16 << 20
@@ -79,8 +77,8 @@ def options(config: "TierConfig | None", port: int, rows: int) -> dict[str, Any]
     """The tier's options for one end."""
     chosen: dict[str, Any] = {
         "control_ports": [port],
-        "control_host": _LOOPBACK,
-        "control_advertise_host": _LOOPBACK,
+        "control_host": LOCALHOST,
+        "control_advertise_host": LOCALHOST,
         "landing_slots": rows,
         "max_pull_blocks": rows,
         "operation_timeout_ms": 20_000,
@@ -96,23 +94,6 @@ def options(config: "TierConfig | None", port: int, rows: int) -> dict[str, Any]
         ):
             chosen[name] = getattr(config, name)
     return chosen
-
-
-def free_ports(count: int) -> list[int]:
-    """Free ports below the range from which the system, and so NIXL, picks ports."""
-    found: dict[int, socket.socket] = {}
-    try:
-        for port in random.SystemRandom().sample(range(20_000, 32_000), 200):
-            if len(found) == count:
-                break
-            try:
-                found[port] = socket.create_server((_LOOPBACK, port))
-            except OSError:
-                continue
-    finally:
-        for listener in found.values():
-            listener.close()
-    return list(found)
 
 
 def _failed(text: str) -> Finding:

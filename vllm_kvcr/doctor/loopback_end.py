@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_kvcr.doctor.child import answer, arguments
 from vllm_kvcr.plugin import register
+from vllm_kvcr.ports import LOCALHOST
 
 register()
 
@@ -42,7 +43,6 @@ from vllm.v1.kv_offload.tiering.kvcr.manager import (  # noqa: E402
 
 _FIRST_CONTACT_S = 30.0
 _STEP_S = 0.0002
-_LOOPBACK = "127.0.0.1"
 
 
 def key(number: int) -> OffloadKey:
@@ -121,7 +121,7 @@ def hint(port: int, keys: Iterable[OffloadKey]) -> dict[str, Any]:
         "action_type": "kv.fetch",
         "action_version": "1.0",
         "payload": {
-            "source_control_endpoint": f"tcp://{_LOOPBACK}:{port}",
+            "source_control_endpoint": f"tcp://{LOCALHOST}:{port}",
             "block_hashes": hashes,
         },
     }

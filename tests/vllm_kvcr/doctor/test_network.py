@@ -10,7 +10,7 @@ import pytest
 
 from tests.vllm_kvcr.doctor.asking import PEERS, ask, failures, setting, the_only
 from vllm_kvcr.doctor.finding import Status
-from vllm_kvcr.doctor.loopback import free_ports
+from vllm_kvcr.ports import free_ports
 
 LOOPBACK = {"control_host": "127.0.0.1", "control_advertise_host": "127.0.0.1"}
 
