@@ -72,7 +72,7 @@ def test_what_was_served_has_no_faults() -> None:
         (replace(SERVED, moved=Moved(4, 4, 0, PULLED)), "A wrote 0"),
         (
             replace(SERVED, at_source=(answer(1, 32), answer(2), answer(3))),
-            "A had not to compute",
+            "A did not have to compute",
         ),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_port_in_use_names_who_has_it(taken):
 def test_an_address_of_another_machine_cannot_be_listened_on():
     (port,) = free_ports(1)
     away = peers(port, control_host="192.0.2.1")
-    assert any("cannot be listened on" in t for t in failures("network", setting(away)))
+    assert any("cannot listen on" in t for t in failures("network", setting(away)))
 
 
 def test_a_loopback_that_is_advertised_is_a_warning():
