@@ -302,9 +302,9 @@ def test_what_is_quick_is_not_told(
 ) -> None:
     monkeypatch.setattr(waiting, "_FIRST_S", 0.05)
     monkeypatch.setattr(waiting, "_THEN_S", 0.05)
-    with waiting.told("nothing"):
+    with waiting.announced("nothing"):
         pass
-    with waiting.told("paint to dry"):
+    with waiting.announced("paint to dry"):
         time.sleep(0.3)
     lines = [text for text in tier_log.texts() if "waiting for" in text]
     assert len(lines) > 1

@@ -126,7 +126,7 @@ class Backend:
                 config.control_host, port, setup.advertise_host(config)
             )
             self._channel = guard_channel(channel, secret)
-        with waiting.told(setup.what_answers(guard)):
+        with waiting.announced(setup.what_answers(guard)):
             self.kvcr = self._natives.kvcr(
                 setup.kvcr_config(config, primary, agent),
                 KVCRBindings(framework_control=self._channel, **bindings),

@@ -21,11 +21,11 @@ def explain(
     guard: KVCRGuardConfig | None,
 ) -> Exception | None:
     """What to raise from ``error``, which KVCR's start raised; ``None`` for itself."""
-    told = setup.service_refused(guard, error) or setup.files_refused(config, error)
-    if told is None and config.g3 is not None and isinstance(error, OSError):
+    refusal = setup.service_refused(guard, error) or setup.files_refused(config, error)
+    if refusal is None and config.g3 is not None and isinstance(error, OSError):
         size = setup.g3_file_bytes(config.g3, primary)
-        told = files.explain(error, config.g3.paths, size)
-    return told or _nixl_failed(config, error)
+        refusal = files.explain(error, config.g3.paths, size)
+    return refusal or _nixl_failed(config, error)
 
 
 def _nixl_failed(config: TierConfig, error: BaseException) -> RuntimeError | None:

@@ -16,7 +16,7 @@ _THEN_S = 15.0
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def announced(what: str) -> Iterator[None]:
     """Log a line after some seconds, and again every few, while the block runs."""
     over = threading.Event()
     began = time.monotonic()

@@ -8,17 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import OURS, SHIPPED, adapters, ours, peering, shipped
-from benchmarks.plan import MIB, Plan
-from benchmarks.remote import Fleet
-from benchmarks.result import MILLISECONDS, Row, Section, compare
-from benchmarks.stats import median
+from benchmarks.harness.contenders import (
+    OURS,
+    SHIPPED,
+    adapters,
+    ours,
+    peering,
+    shipped,
+)
+from benchmarks.harness.plan import MIB, Plan
+from benchmarks.harness.remote import Fleet
+from benchmarks.harness.stats import median
+from benchmarks.report.result import MILLISECONDS, Row, Section, compare
 from vllm_kvcr.ports import LOCALHOST, free_ports
 
 Tell = Callable[[str], None]
 
-SOURCE = "benchmarks.peers:Source"
-SINK = "benchmarks.peers:Sink"
+SOURCE = "benchmarks.subjects.peers:Source"
+SINK = "benchmarks.subjects.peers:Sink"
 ROWS = 64
 _FAST_S, _USUAL_S, _SLOW_S = 0.001, 0.030, 0.900
 _REFERENCE = "1 ms:"
