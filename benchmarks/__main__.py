@@ -14,18 +14,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import (
-    machine,
-    remote,
-    report,
-    run_control,
-    run_data,
-    run_idle,
-    run_peers,
-    run_scaling,
-)
-from benchmarks.plan import QUICK, Plan
-from benchmarks.result import Curve, Section
+from benchmarks.drivers import control, data, idle, peers, scaling
+from benchmarks.harness import machine, remote
+from benchmarks.harness.plan import QUICK, Plan
+from benchmarks.report import tables
+from benchmarks.report.result import Curve, Section
 
 _PREFIX = "vllm-kvcr-bench-"
 PARTS = (
@@ -60,28 +53,28 @@ def run(
         log.touch()
         remote.prepare(log)
         if "idle" in parts:
-            sections.append(run_idle.idle_tiers(plan, disk, log, tell))
+            sections.append(idle.idle_tiers(plan, disk, log, tell))
             if plan.engines:
-                sections.append(run_idle.idle_engines(plan, disk, log, tell))
+                sections.append(idle.idle_engines(plan, disk, log, tell))
         if "peers" in parts:
-            sections.append(run_peers.peers(plan, log, tell))
+            sections.append(peers.peers(plan, log, tell))
             if plan.landing_pulls:
-                sections.append(run_peers.landing(plan, log, tell))
+                sections.append(peers.landing(plan, log, tell))
         if "control" in parts:
-            sections.append(run_control.control(plan, log, tell))
+            sections.append(control.control(plan, log, tell))
         if "flat" in parts:
-            sections.append(run_control.flatness(plan, log, tell))
+            sections.append(control.flatness(plan, log, tell))
         if "scaling" in parts:
-            sections.append(run_scaling.pools(plan, log, tell))
-            sections.append(run_scaling.calls(plan, log, tell))
+            sections.append(scaling.pools(plan, log, tell))
+            sections.append(scaling.calls(plan, log, tell))
         if "data" in parts:
-            sections.append(run_data.memory(plan, memory, log, tell))
+            sections.append(data.memory(plan, memory, log, tell))
         if "files" in parts and plan.disk_passes:
-            sections.append(run_data.files(plan, disk, log, tell))
+            sections.append(data.files(plan, disk, log, tell))
         if "sweep" in parts and plan.sweep_passes:
-            sections.append(run_data.sweep(plan, log, tell))
+            sections.append(data.sweep(plan, log, tell))
         if "sizes" in parts and plan.size_passes:
-            curves += run_data.sizes(plan, memory, log, tell)
+            curves += data.sizes(plan, memory, log, tell)
     return sections, curves
 
 
@@ -125,12 +118,12 @@ def main(arguments: list[str] | None = None) -> None:
             QUICK if options.quick else Plan(), parts, options.folder, status.update
         )
     seconds = time.monotonic() - started
-    report.print_table(console, sections, about)
+    tables.print_table(console, sections, about)
     console.print(f"[bold]took[/bold] {seconds:.0f} s", highlight=False)
     if options.json is not None:
-        options.json.write_text(report.as_json(sections))
+        options.json.write_text(tables.as_json(sections))
     if docs is not None:
-        for file in report.write(docs, sections, curves, about, seconds):
+        for file in tables.write(docs, sections, curves, about, seconds):
             console.print(f"wrote {os.path.relpath(file)}", highlight=False)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The command ``vllm-kvcr``: finds the subcommand's module and hands over to it."""
+"""The command ``vllm-kvcr``: finds the subcommand's module and runs it."""
 
 import argparse
 import importlib
@@ -13,7 +13,7 @@ from vllm_kvcr import __version__
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: ``main(argv)`` of a module, imported only when it is asked for."""
+    """A subcommand: ``main(argv)`` of a module, which is imported only when needed."""
 
     module: str
     summary: str
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as missing:
         print(
             f"vllm-kvcr {chosen.command}: Python module '{missing.name}' is not "
-            "installed; pip install 'vllm-kvcr[cpu,demo]' brings what a machine "
-            "without a GPU needs",
+            "installed; pip install 'vllm-kvcr[cpu,demo]' installs everything that a "
+            "machine without a GPU needs",
             file=sys.stderr,
         )
         return 1

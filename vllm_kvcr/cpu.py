@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Tiered KV-cache offloading for vLLM's CPU backend.
 
-vLLM's own offloading worker moves blocks with GPU copies and refuses the CPU
-platform. The spec here is vLLM's tiering spec with a worker that copies in host
-memory, so that the whole stack runs on a machine without a GPU. Choose it in
+vLLM's own offloading worker moves blocks with GPU copies and refuses the CPU platform.
+This spec is vLLM's tiering spec with a worker that copies in host memory, so that the
+whole stack runs on a machine without a GPU. Select it in
 ``kv_connector_extra_config``::
 
     "spec_name": "CpuTieringOffloadingSpec",
@@ -76,7 +76,7 @@ class _PagePair:
 
 @dataclass(frozen=True)
 class _BlockMap:
-    """Where each of one group's blocks lies on both sides."""
+    """Where each block of a group lies on both sides."""
 
     cache_block: np.ndarray
     chunk: np.ndarray
@@ -86,13 +86,13 @@ class _BlockMap:
 class CpuOffloadingWorker(OffloadingWorker):
     """Copies blocks between CPU KV caches and the shared offload region.
 
-    A transfer is complete when ``submit_store``/``submit_load`` returns, and is
-    reported by the next ``get_finished``. The CPU backend runs the model and the
-    submissions in one thread, so there is no computation that an asynchronous
-    copy could overlap with. Failure model: a transfer whose blocks and chunks do
-    not match up raises before any byte has been copied.
+    A transfer is complete when ``submit_store`` or ``submit_load`` returns, and the
+    next ``get_finished`` reports it. The CPU backend runs the model and the submissions
+    in one thread, so there is no computation with which an asynchronous copy could
+    overlap. Failure model: a transfer whose blocks and chunks do not match raises
+    before any byte is copied.
 
-    The worker owns ``region`` from a successful construction on.
+    Once it is constructed, the worker owns ``region``.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class CpuOffloadingWorker(OffloadingWorker):
                     offloaded.unflatten(1, (blocks_per_chunk, page_size)).numpy(),
                 )
             )
-        # Only the un-padded part of a page holds data.
+        # Only the unpadded part of a page holds data.
         self._group_pages: list[list[_PagePair]] = [
             [
                 _PagePair(
@@ -187,10 +187,10 @@ class CpuOffloadingWorker(OffloadingWorker):
     def _locate(
         self, cache_spec: GPULoadStoreSpec, offload_spec: LoadStoreSpec
     ) -> Iterator[tuple[_PagePair, _BlockMap]]:
-        """Pair each page view with the blocks to copy, checked before the first."""
+        """Pair each page view with its blocks, after all of them were checked."""
         if not isinstance(offload_spec, BlockIDsLoadStoreSpec):
             raise TypeError(
-                f"expected chunk ids of the CPU tier, got {type(offload_spec).__name__}"
+                f"expected chunk ids of the CPU tier, not {type(offload_spec).__name__}"
             )
         groups = self._map_blocks(cache_spec, offload_spec.block_ids)
         return (
@@ -205,14 +205,14 @@ class CpuOffloadingWorker(OffloadingWorker):
     ) -> list[_BlockMap]:
         """Locate the blocks of each group.
 
-        Both id lists hold one group after the other. A group starts inside its
-        first chunk when its first block's index in the request is no multiple of
-        ``blocks_per_chunk``, and may end inside its last one.
+        Both id lists contain one group after the other. A group starts inside its first
+        chunk if the index of its first block in the request is not a multiple of
+        ``blocks_per_chunk``, and it may end inside its last chunk.
         """
         if len(cache_spec.group_sizes) != len(self._group_pages):
             raise ValueError(
-                f"transfer has {len(cache_spec.group_sizes)} KV cache groups, "
-                f"the worker {len(self._group_pages)}"
+                f"the transfer has {len(cache_spec.group_sizes)} KV cache groups, but "
+                f"the worker has {len(self._group_pages)}"
             )
         maps: list[_BlockMap] = []
         first_block = first_chunk = 0
@@ -225,7 +225,7 @@ class CpuOffloadingWorker(OffloadingWorker):
             group_chunks = chunk_ids[first_chunk : first_chunk + num_chunks]
             if len(group_chunks) != num_chunks:
                 raise ValueError(
-                    f"transfer names {len(chunk_ids)} chunks, too few for its "
+                    f"the transfer names {len(chunk_ids)} chunks, too few for its "
                     f"{len(cache_spec.block_ids)} blocks"
                 )
             maps.append(
@@ -239,7 +239,7 @@ class CpuOffloadingWorker(OffloadingWorker):
             first_chunk += num_chunks
         if first_chunk != len(chunk_ids):
             raise ValueError(
-                f"transfer names {len(chunk_ids)} chunks, but its blocks fill "
+                f"the transfer names {len(chunk_ids)} chunks, but its blocks fill "
                 f"{first_chunk}"
             )
         return maps

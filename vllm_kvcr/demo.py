@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A real vLLM engine on the CPU, served by the KVCR tier: ``python -m vllm_kvcr.demo``.
+"""Runs a real vLLM engine on the CPU with the KVCR tier: ``python -m vllm_kvcr.demo``.
 
-Distinct long prompts run cold; then again, when neither vLLM's KV cache nor its
-primary tier holds them any more and only KVCR does: in its DRAM pool, and on a second
+Distinct long prompts run cold. They run again when neither vLLM's KV cache nor its
+primary tier holds them any more, but only KVCR: in its DRAM pool and, on a second
 engine whose pool is too small, in files over NIXL's POSIX backend. The exit status is
-zero only if tokens were served from each and every output equals the cold one.
+zero only if tokens were served from both, and every output equals the cold one.
 """
 
 import argparse
@@ -20,7 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_kvcr import demo_peers
-from vllm_kvcr.demo_console import new_log, shown, termination_interrupts
+from vllm_kvcr.demo_console import (
+    conclude,
+    new_log,
+    shown,
+    termination_interrupts,
+)
 from vllm_kvcr.demo_plan import Stage, StageResult, Workload, stages
 from vllm_kvcr.demo_process import StageFailed, run_stage
 
@@ -41,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="show two OpenAI servers instead, of which one pulls from the other; for "
-        "a machine with few cores this needs vLLM 0.33 or later",
+        help="show two OpenAI servers instead, one of which pulls from the other; on a "
+        "machine with few cores this needs vLLM 0.33 or later",
     )
     parser.add_argument(
         "--tier",
@@ -55,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = Console(stderr=True)
     if not entry_points(group="vllm.general_plugins", name="kvcr"):
         progress.print(
-            "vllm-kvcr is not installed in this Python, so vLLM would not find it"
+            "vllm-kvcr is not installed for this Python, so vLLM would not find it"
         )
         return 1
     log = options.log or new_log()
@@ -76,33 +81,28 @@ def main(argv: Sequence[str] | None = None) -> int:
                 results.append((stage, result))
     except StageFailed as failure:
         progress.print(f"{stage.title}: {failure}", markup=False, soft_wrap=True)
-        progress.print(f"All of it: {log}", soft_wrap=True)
+        progress.print(f"The whole log: {log}", soft_wrap=True)
         return 1
     except KeyboardInterrupt:
-        progress.print("Interrupted; the engine is stopped.")
+        progress.print("Interrupted; the engine has been stopped.")
         return 130
 
-    # A fixed width where the output is not a terminal: cut-off columns say nothing.
-    output = Console(width=None if sys.stdout.isatty() else 80)
-    output.print(table(results))
     faults = [
         f"{stage.title}: {fault}"
         for stage, result in results
         for fault in result.faults(stage)
     ]
-    for fault in faults:
-        output.print(f"[red]FAILED[/red] {fault}", soft_wrap=True)
-    if not faults:
-        output.print(
-            "Served from KVCR's DRAM and from its files; every output equals the cold "
-            "one."
-        )
-    return 1 if faults else 0
+    return conclude(
+        table(results),
+        faults,
+        "Prompts were served from KVCR's DRAM and from its files, and every output "
+        "equals the cold one.",
+    )
 
 
 def table(results: Sequence[tuple[Stage, StageResult]]) -> Table:
-    """A column for each stage, a row for each measure."""
-    shown = Table(title="Prompts run cold, then again with KVCR alone holding them")
+    """A table with a column for each stage and a row for each measure."""
+    shown = Table(title="Prompts run cold, then again when only KVCR holds them")
     shown.add_column()
     for stage, _ in results:
         shown.add_column(f"from {stage.title}", justify="right")

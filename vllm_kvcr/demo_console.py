@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the demos show while they run, and how an interrupted one ends."""
+"""Shows the demos' progress, and lets an interrupted one end cleanly."""
 
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 STARTING = "importing vLLM"
 
@@ -23,7 +25,7 @@ def new_log() -> Path:
 
 @contextmanager
 def termination_interrupts() -> Iterator[None]:
-    """Let SIGTERM take the way of Ctrl-C, which stops the engine."""
+    """Make SIGTERM act like Ctrl-C, which stops the engine."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -33,7 +35,7 @@ def termination_interrupts() -> Iterator[None]:
 
 @contextmanager
 def shown(console: Console, title: str) -> Iterator[Callable[[str], None]]:
-    """Show what goes on: one changing line on a terminal, else a line for each."""
+    """Show progress: in one changing line on a terminal, else line by line."""
     started = time.monotonic()
     if console.is_terminal:
         with console.status(f"{title}: {STARTING}") as status:
@@ -42,3 +44,15 @@ def shown(console: Console, title: str) -> Iterator[Callable[[str], None]]:
         console.print(f"{title}: {STARTING}")
         yield lambda doing: console.print(f"{title}: {doing}", markup=False)
     console.print(f"{title}: done in {time.monotonic() - started:.0f} s")
+
+
+def conclude(table: Table, faults: Sequence[str], success: str) -> int:
+    """Print a demo's results and return its exit status."""
+    # A fixed width if the output is not a terminal, since cut-off columns are useless.
+    output = Console(width=None if sys.stdout.isatty() else 80)
+    output.print(table)
+    for fault in faults:
+        output.print(f"[red]FAILED[/red] {fault}", soft_wrap=True)
+    if not faults:
+        output.print(success)
+    return 1 if faults else 0

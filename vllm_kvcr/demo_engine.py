@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""One real vLLM engine on the CPU with the kvcr tier, measured.
+"""Runs and measures one real vLLM engine on the CPU with the kvcr tier.
 
-``python -m vllm_kvcr.demo_engine JOB FD`` runs one stage of the demo. It is a
-process of its own, so that everything vLLM and native code print can go to a log.
-The engine core runs in a further process, as it does for an operator. Events are
-written to the file descriptor ``FD``, a JSON object a line: ``{"doing": text}``
-while it goes on and ``{"result": ...}`` at the end.
+``python -m vllm_kvcr.demo_engine JOB FD`` runs one stage of the demo. It is a separate
+process, so that everything that vLLM and native code print can go to a log. The engine
+core runs in another process, as it does in production. Events are written to the file
+descriptor ``FD``, one JSON object per line: ``{"doing": text}`` to show progress, and
+``{"result": ...}`` at the end.
 """
 
 import json
@@ -44,13 +44,13 @@ Tell = Callable[[str], None]
 
 
 def tier_config(job: Job) -> dict[str, Any]:
-    """The entry for ``secondary_tiers``; without control ports: no peers."""
+    """The entry for ``secondary_tiers``; it has no control ports, so no peers."""
     tier: dict[str, Any] = {
         "type": "kvcr",
         "secondary_g2_slots": job.stage.pool_chunks,
         "policy": "lru",
         "enable_telemetry": True,
-        # Generous: the demo may share two cores with others.
+        # Generous, because the demo may share two cores with others.
         "operation_timeout_ms": 20_000,
         "abandon_timeout_ms": 60_000,
     }
@@ -69,7 +69,7 @@ def engine_arguments(job: Job) -> dict[str, Any]:
     return {
         "skip_tokenizer_init": True,
         "enforce_eager": True,
-        # In lower precision a served prompt may round differently from a cold one.
+        # At lower precision a served prompt may be rounded differently from a cold one.
         "dtype": "float32",
         "max_model_len": work.prompt_tokens + work.output_tokens,
         "max_num_batched_tokens": max(2048, work.prompt_tokens),
@@ -104,11 +104,11 @@ class MeasuredEngine:
         self._llm = LLM(model=str(model), **engine_arguments(job))
 
     def close(self) -> None:
-        # vLLM kills its engine core after five seconds, unless told otherwise.
+        # By default vLLM kills its engine core after five seconds.
         self._llm.llm_engine.engine_core.shutdown(timeout=STOP_SECONDS)
 
     def run(self, prompt: list[int], tokens: int) -> tuple[tuple[int, ...], int, float]:
-        """The output, the number of tokens not computed, and seconds to the first."""
+        """Return the output, the tokens not computed, and the seconds to the first."""
         engine = self._llm.llm_engine
         sampling = SamplingParams(
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
@@ -135,7 +135,7 @@ class MeasuredEngine:
     def run_all(
         self, title: str, prompts: list[list[int]], store: bool, tell: Tell
     ) -> Pass:
-        """Run each prompt once; with ``store``, wait each time until KVCR has it."""
+        """Run each prompt once and, with ``store``, wait until KVCR has stored it."""
         kept_before = self._total(KEPT_TOKENS)
         read_before = self._total(TIER_BYTES_READ)
         moved_before = self._moved()
@@ -166,11 +166,11 @@ class MeasuredEngine:
         )
 
     def warm_up(self) -> None:
-        """Pay for first uses with a prompt that is too short to be offloaded."""
+        """Warm up with a prompt that is too short to be offloaded."""
         self.run([1] * (TOKENS_PER_CHUNK // 2), tokens=2)
 
     def _step_once(self) -> None:
-        # Counters travel with the output of requests.
+        # Counters arrive with the output of requests.
         self.run([1], tokens=1)
 
     def _wait_for_chunks(self, wanted: int) -> None:
@@ -187,7 +187,7 @@ class MeasuredEngine:
             time.sleep(0.01)
 
     def _moved(self) -> dict[str, Moved]:
-        """What each of KVCR's operations has moved since the start."""
+        """What each kind of KVCR operation has moved since the start."""
         chunks = self._by_operation("vllm:kvcr_transfer_blocks")
         sizes = self._by_operation("vllm:kvcr_transfer_bytes")
         return {name: Moved(chunks[name], sizes.get(name, 0)) for name in chunks}
@@ -225,7 +225,7 @@ def run_stage(job: Job, tell: Tell) -> StageResult:
 
 def main(arguments: list[str]) -> None:
     job = TypeAdapter(Job).validate_json(arguments[0])
-    # The engine's processes are not to hold it open.
+    # The engine's processes must not inherit it, or it would stay open.
     os.set_inheritable(int(arguments[1]), False)
     with os.fdopen(int(arguments[1]), "w", buffering=1) as events:
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The demos' model, small enough to be written in a moment, and prompts for it."""
+"""The demos' model, which is small enough to be written quickly, and its prompts."""
 
 import random
 from pathlib import Path
@@ -12,18 +12,18 @@ HIDDEN_SIZE = 512
 HEAD_SIZE = 64
 LAYERS = 2
 KV_HEADS = 2
-# Keys and values, float32.
+# Keys and values in float32.
 CHUNK_BYTES = LAYERS * 2 * KV_HEADS * HEAD_SIZE * 4 * TOKENS_PER_CHUNK
 
 
 def write_model(folder: Path, max_tokens: int) -> None:
     """Write a two-layer Llama with random weights.
 
-    vLLM's own dummy weights will not do: they are so small that all prompts have
-    the same output, and an equal output would prove nothing. These keep activations
-    near one.
+    vLLM's own dummy weights are so small that all prompts have the same output, so
+    equal outputs would prove nothing. These weights keep activations near one.
     """
-    # Here, because they take seconds, and most who need the sizes write no model.
+    # Imported here, because it takes seconds, and most users of this module only need
+    # the sizes.
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar

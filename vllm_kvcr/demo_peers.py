@@ -2,11 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Shows two real OpenAI servers, one of which pulls KV blocks from the other.
 
-The exit status is zero only if B computed no more than the end of a prompt that A had,
-every output equals A's, both sides count the same bytes, and B answers when A is gone.
+The exit status is zero only if B computed no more than the end of a prompt that A had
+computed, every output equals A's, both sides count the same bytes, and B still answers
+when A is gone.
 """
 
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvcr.demo_console import shown, termination_interrupts
+from vllm_kvcr.demo_console import conclude, shown, termination_interrupts
 from vllm_kvcr.peers_run import PeersResult, run
 from vllm_kvcr.servers import Answer, ServerFailed
 
@@ -25,36 +25,31 @@ TITLE = "Peers"
 def show(
     progress: Console, log: Path, folder: Path | None, tier: Mapping[str, Any]
 ) -> int:
-    """Run both servers and print what came of it; the exit status."""
+    """Run both servers, print the results and return the exit status."""
     scratch = tempfile.TemporaryDirectory(prefix="vllm-kvcr-demo-", dir=folder)
     try:
         with termination_interrupts(), scratch, shown(progress, TITLE) as tell:
             result = run(Path(scratch.name), tell, tier=tier, log=log)
     except ServerFailed as failure:
         progress.print(f"{TITLE}: {failure}", markup=False, soft_wrap=True)
-        progress.print(f"All of it: {log}", soft_wrap=True)
+        progress.print(f"The whole log: {log}", soft_wrap=True)
         return 1
     except KeyboardInterrupt:
-        progress.print("Interrupted; the servers are stopped.")
+        progress.print("Interrupted; the servers have been stopped.")
         return 130
 
-    # A fixed width where the output is not a terminal: cut-off columns say nothing.
-    output = Console(width=None if sys.stdout.isatty() else 80)
-    output.print(table(result))
-    faults = result.faults()
-    for fault in faults:
-        output.print(f"[red]FAILED[/red] {fault}", soft_wrap=True)
-    if not faults:
-        output.print(
-            "B computed only the end of the prompt that A had; every output equals A's."
-        )
-    return 1 if faults else 0
+    return conclude(
+        table(result),
+        result.faults(),
+        "B computed only the end of the prompt that A had computed, and every output "
+        "equals A's.",
+    )
 
 
 def table(result: PeersResult) -> Table:
-    """A column for each request to B, a row for each measure."""
+    """A table with a column for each request to B and a row for each measure."""
     shown_table = Table(
-        title="Prompts that A has computed, given to B with a hint at A"
+        title="Prompts that A has computed, sent to B with a hint that names A"
     )
     for title in ("", "first contact", "served from A", "A killed"):
         shown_table.add_column(title, justify="right" if title else "left")
@@ -74,7 +69,7 @@ def table(result: PeersResult) -> Table:
         shown_table.add_row(name, *(cell(cold, answer) for cold, answer in pairs))
     moved = result.moved
     shown_table.add_row("Bytes that A wrote", "", f"{moved.bytes_written:,}", "")
-    shown_table.add_row("Bytes that B got", "", f"{moved.bytes_delivered:,}", "")
+    shown_table.add_row("Bytes that B received", "", f"{moved.bytes_delivered:,}", "")
     shown_table.add_row("A's wake-ups, idle", "", f"{result.idle_wakeups:,}", "")
     return shown_table
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the demo runs, what it measures, and when that counts as served.
+"""What the demo runs and measures, and when it counts as a success.
 
-Sizes are in chunks, the unit that tiers store. vLLM's own caches hold little more
-than one prompt each and the prompts take turns, so that each prompt has left both
-of them by the time it is repeated: what is then not computed, KVCR served.
+Sizes are in chunks, the unit that tiers store. vLLM's own caches hold little more than
+one prompt each, and the prompts take turns. So each prompt has left both caches when it
+is repeated, and every token that is not computed then was served by KVCR.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# The CPU backend wants multiples of 32.
+# The CPU backend needs multiples of 32.
 TOKENS_PER_BLOCK = 32
 BLOCKS_PER_CHUNK = 4
 TOKENS_PER_CHUNK = TOKENS_PER_BLOCK * BLOCKS_PER_CHUNK
@@ -22,8 +22,8 @@ class Workload:
 
     prompts: int = 4
     chunks_per_prompt: int = 16
-    # End of every prompt, the same in all and too short to be offloaded. An output
-    # can therefore differ from another prompt's only because of KV that was offloaded.
+    # The end of every prompt, which is the same in all and too short to be offloaded.
+    # So outputs of two prompts can differ only because of KV that was offloaded.
     tail_tokens: int = 8
     output_tokens: int = 16
 
@@ -37,14 +37,14 @@ class Workload:
 
     @property
     def cache_blocks(self) -> int:
-        """vLLM's KV cache: a prompt and a quarter, and the block it reserves."""
+        """vLLM's KV cache: one and a quarter prompts, and one reserved block."""
         offloaded = self.chunks_per_prompt * BLOCKS_PER_CHUNK
         own = -(-(self.tail_tokens + self.output_tokens) // TOKENS_PER_BLOCK)
         return offloaded * 5 // 4 + own + 1
 
     @property
     def primary_chunks(self) -> int:
-        """vLLM's primary tier: a prompt and a half."""
+        """vLLM's primary tier: one and a half prompts."""
         return self.chunks_per_prompt * 3 // 2
 
 
@@ -54,12 +54,12 @@ class Stage:
 
     title: str
     pool_chunks: int
-    # No files where zero.
+    # 0 means no files.
     file_chunks: int = 0
 
 
 def stages(workload: Workload) -> tuple[Stage, Stage]:
-    """The pool holds all; and it does not, so that most goes to files."""
+    """One stage whose pool holds everything, and one that has to use files."""
     return (
         Stage("KVCR DRAM", pool_chunks=workload.chunks + 8),
         Stage(
@@ -72,7 +72,7 @@ def stages(workload: Workload) -> tuple[Stage, Stage]:
 
 @dataclass(frozen=True)
 class Moved:
-    """What one of KVCR's operations moved, by KVCR's own count."""
+    """What one kind of KVCR operation moved, by KVCR's own count."""
 
     chunks: int = 0
     bytes: int = 0
@@ -83,13 +83,13 @@ class Pass:
     """One run over all prompts."""
 
     prompt_tokens: int
-    # Of these, those that vLLM says it did not compute.
+    # Those that vLLM says it did not compute.
     cached_tokens: int
-    # Of those, the ones that were still in vLLM's own KV cache.
+    # Those of the latter that were still in vLLM's own KV cache.
     kept_tokens: int
     seconds_to_first_token: tuple[float, ...]
     outputs: tuple[tuple[int, ...], ...]
-    # What vLLM says it read from the tier.
+    # Bytes that vLLM says it read from the tier.
     tier_bytes_read: int
     moved: Mapping[str, Moved]
 
@@ -99,26 +99,26 @@ class Pass:
 
 @dataclass(frozen=True)
 class StageResult:
-    """A stage's cold pass and the repeated one."""
+    """A stage's cold pass and its repetition."""
 
     cold: Pass
     served: Pass
 
     @property
     def from_files(self) -> Moved:
-        """Read from files, be it into the pool or into the primary tier."""
+        """What was read from files, into the pool or into the primary tier."""
         direct, fill = map(self.served.operation, ("g3_deliver", "g3_fill"))
         return Moved(direct.chunks + fill.chunks, direct.bytes + fill.bytes)
 
     @property
     def from_dram(self) -> Moved:
-        """Copied out of the pool, without what only passed through it."""
+        """What was copied from the pool, except what only passed through it."""
         out, through = map(self.served.operation, ("local_deliver", "g3_fill"))
         return Moved(out.chunks - through.chunks, out.bytes - through.bytes)
 
     @property
     def moved_to_files(self) -> Moved:
-        """Put out of the pool into files, in both passes."""
+        """What was moved from the pool to files, in both passes."""
         first, second = (p.operation("g3_store") for p in (self.cold, self.served))
         return Moved(first.chunks + second.chunks, first.bytes + second.bytes)
 
@@ -132,7 +132,7 @@ class StageResult:
 
     @property
     def tokens_from_vllm(self) -> int:
-        """Neither computed nor delivered by KVCR: vLLM had them itself."""
+        """Tokens that vLLM still had itself: neither computed nor delivered by KVCR."""
         delivered = self.tokens_from_dram + self.tokens_from_files
         return max(self.served.cached_tokens - delivered, self.served.kept_tokens)
 
@@ -142,7 +142,7 @@ class StageResult:
         return sum(cold == served for cold, served in pairs)
 
     def faults(self, stage: Stage) -> list[str]:
-        """Why this does not show what the stage is there to show."""
+        """The reasons why this does not show what the stage is meant to show."""
         faults = []
         wanted = "files" if stage.file_chunks else "DRAM pool"
         got = self.tokens_from_files if stage.file_chunks else self.tokens_from_dram
@@ -150,7 +150,7 @@ class StageResult:
             faults.append(f"no token was served from KVCR's {wanted}")
         if self.served.cached_tokens < got:
             faults.append(
-                f"KVCR delivered {got} tokens, but vLLM spared itself only "
+                f"KVCR delivered {got} tokens, but vLLM reused only "
                 f"{self.served.cached_tokens}"
             )
         if self.cold.cached_tokens:
@@ -165,21 +165,21 @@ class StageResult:
             )
         if len(set(outputs)) < len(outputs):
             faults.append(
-                "prompts that differ gave the same output, so equal outputs would "
-                "prove nothing"
+                "different prompts gave the same output, so equal outputs would prove "
+                "nothing"
             )
         return faults
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the process that runs an engine is told."""
+    """The arguments of the process that runs an engine."""
 
     workload: Workload
     stage: Stage
-    # For the model and the tier's files; the caller removes it.
+    # The folder for the model and the tier's files; the caller removes it.
     folder: str
-    # Names the engine's files in shared memory.
+    # Part of the names of the engine's files in shared memory.
     engine_id: str
     spec_name: str = "CpuTieringOffloadingSpec"
     spec_module_path: str = "vllm_kvcr.cpu"

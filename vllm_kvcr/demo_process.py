@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Runs a stage of the demo in processes of its own, and cleans up after them.
+"""Runs a stage of the demo in separate processes, and cleans up after them.
 
-Failure model: a stage that fails, hangs or is interrupted raises, and leaves neither
-a process nor a file but its log.
+Failure model: a stage that fails, hangs or is interrupted raises, and leaves nothing
+behind but its log.
 """
 
 import json
@@ -28,7 +28,7 @@ STAGE_SECONDS = 180.0
 LOG_LINES_SHOWN = 15
 SHARED_MEMORY = Path("/dev/shm")
 
-# The engine neither fetches nor reports anything, and uses no other plugin.
+# The engine downloads nothing, reports nothing and uses no other plugin.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONHASHSEED": "0",
@@ -44,7 +44,7 @@ ENVIRONMENT = {
 
 
 class StageFailed(Exception):
-    """A stage gave no result; the text says why."""
+    """A stage has no result; the text says why."""
 
 
 def run_stage(
@@ -61,8 +61,8 @@ def run_stage(
 ) -> StageResult:
     """Run ``stage`` on an engine whose output is appended to ``log``.
 
-    ``folder`` is where temporary files go; ``spec`` a name and a module for another
-    offloading spec; ``environment`` is added to the engine's; ``program`` is what
+    ``folder`` is for temporary files. ``spec`` is the name and module of another
+    offloading spec. ``environment`` is added to the engine's. ``program`` is what
     Python runs, with the job and a file descriptor for events as arguments.
     """
     with tempfile.TemporaryDirectory(prefix="vllm-kvcr-demo-", dir=folder) as scratch:
@@ -76,13 +76,13 @@ def run_stage(
         try:
             return _run(command, log, tell, seconds, everything)
         finally:
-            # An engine that was killed could not remove its shared memory.
+            # A killed engine cannot remove its shared memory.
             for left_behind in SHARED_MEMORY.glob(f"vllm_offload_{job.engine_id}*"):
                 left_behind.unlink(missing_ok=True)
 
 
 def require_direct_io(folder: Path) -> None:
-    """KVCR opens its files with O_DIRECT, which not every file system offers."""
+    """Raise if the file system does not support O_DIRECT, which KVCR uses."""
     probe = folder / "probe"
     try:
         os.close(os.open(probe, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600))
@@ -112,7 +112,7 @@ def _run(
                 stderr=sink,
                 env=environment,
                 pass_fds=[events_of_child],
-                # A group of its own: it can be ended as a whole.
+                # In a process group of its own, which can be ended as a whole.
                 start_new_session=True,
             )
     except BaseException:

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """``vllm-kvcr guard``: start the KVCR service that a configuration needs.
 
-Socket, digest and number of guards are read from the configuration that the engine is
-given, so that the two agree. The service replaces this process: signals reach it, and
-its exit status is the command's. Arguments after ``--`` are handed to it.
+The socket, the digest and the number of guards come from the engine's configuration, so
+that service and engine agree. The service replaces this process, so signals reach it
+and its exit status is the command's. Arguments after ``--`` are passed to it.
 """
 
 import argparse
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _UNITS = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": _GIB, "TIB": 1 << 40}
-_LONGEST_SOCKET_PATH = 107  # what Linux takes for a Unix socket
+_LONGEST_SOCKET_PATH = 107  # Linux's limit for a Unix socket
 _JOURNAL_BYTES = 100 << 20
-"""What the service adds to each guard's pool for its journal."""
+"""The journal that the service adds to each guard's pool."""
 
 
 class CannotStart(Exception):
-    """The service would not start, or not fit the engine; the text says why."""
+    """The service would not start, or would not fit the engine; the text says why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def service_command(setting: Setting, given: argparse.Namespace) -> list[str]:
     """The service's command line for this configuration.
 
     Raises:
-        CannotStart: the configuration does not tell all that is needed.
+        CannotStart: the configuration lacks something that is needed.
     """
     for tier in setting.tiers:
         if tier.error is not None:
@@ -62,8 +62,8 @@ def service_command(setting: Setting, given: argparse.Namespace) -> list[str]:
     configs = [c for _, c in setting.valid if c.kvcr_service_socket_path is not None]
     if len(configs) != 1:
         raise CannotStart(
-            f"{len(configs)} kvcr tiers with kvcr_service_socket_path in --config, and "
-            "exactly one is needed; set that option to where the service shall listen"
+            f"there are {len(configs)} kvcr tiers with kvcr_service_socket_path, but "
+            "exactly one is needed; set that option to the socket of the service"
         )
     (config,) = configs
     pool = pool_bytes(config, given.pool_size, given.slots, given.chunk_bytes)
@@ -88,10 +88,10 @@ def service_command(setting: Setting, given: argparse.Namespace) -> list[str]:
 def pool_bytes(
     config: "TierConfig", size: int | None, slots: int | None, chunk_bytes: int | None
 ) -> int:
-    """Bytes of each guard's pool, whole pages.
+    """Bytes of each guard's pool, rounded up to whole pages.
 
     Raises:
-        CannotStart: neither a size nor chunks and their size are known.
+        CannotStart: neither the pool's size nor chunks and their size are given.
     """
     if size is None and slots is None and config.secondary_g2_bytes:
         size = config.secondary_g2_bytes
@@ -99,7 +99,7 @@ def pool_bytes(
         slots = slots or config.secondary_g2_slots
         if not slots or chunk_bytes is None:
             raise CannotStart(
-                "how large shall each guard's pool be? give --pool-size, such as "
+                "the size of each guard's pool is not known; give --pool-size, such as "
                 "64GiB, or --chunk-bytes together with --slots or secondary_g2_slots"
             )
         size = slots * chunk_bytes
@@ -120,17 +120,17 @@ def _digest(config: "TierConfig") -> str:
     digest = digest_of(config)
     if digest is None:
         raise CannotStart(
-            "compatibility_digest is 'auto' and namespace is too: what an engine makes "
-            "of that follows from its model. Give namespace a text of your own, such "
-            "as the model's name and revision, which this command and the engine "
-            "turn into the same digest; or give --digest with the one that the engine "
-            "quotes when it is refused"
+            "compatibility_digest and namespace are both 'auto', so the engine derives "
+            "the digest from its model, which is not known here. Set namespace to a "
+            "text, such as the model's name and revision, from which both derive "
+            "the same digest; or give --digest with the one that the engine quotes "
+            "when it is refused"
         )
     return digest
 
 
 def check_room(command: Sequence[str], pool_dir: Path) -> None:
-    """Refuse what the service would find out after it has filled the memory.
+    """Refuse what the service would notice only after it has filled the memory.
 
     Raises:
         CannotStart: the pools do not fit, or a folder is missing.
@@ -148,16 +148,16 @@ def check_room(command: Sequence[str], pool_dir: Path) -> None:
     if needed > free:
         raise CannotStart(
             f"{guards} pools of {pool:,} bytes, with a journal of {_JOURNAL_BYTES:,} "
-            f"each, do not fit in the {free:,} bytes that are free in {pool_dir}; make "
-            "them smaller, or enlarge it"
+            f"bytes each, do not fit into the {free:,} bytes that are free in "
+            f"{pool_dir}; make the pools smaller, or the folder larger"
         )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-kvcr guard",
-        description="Start the KVCR service with the socket, digest and guards that a "
-        "configuration names. Arguments after -- go to the service.",
+        description="Start the KVCR service with the socket, digest and guards of a "
+        "configuration. Arguments after -- go to the service.",
     )
     parser.add_argument(
         "--config",
@@ -169,26 +169,28 @@ def _parser() -> argparse.ArgumentParser:
         "--pool-size",
         metavar="SIZE",
         type=_size,
-        help="of each guard's pool: bytes, or with KiB, MiB, GiB, TiB",
+        help="size of each guard's pool: bytes, or with KiB, MiB, GiB, TiB",
     )
-    parser.add_argument("--chunk-bytes", metavar="N", type=_size, help="of one chunk")
+    parser.add_argument(
+        "--chunk-bytes", metavar="N", type=_size, help="size of one chunk"
+    )
     parser.add_argument(
         "--slots",
         metavar="N",
         type=int,
-        help="chunks of each guard's pool, instead of --pool-size; by default "
-        "secondary_g2_slots",
+        help="size of each guard's pool in chunks, instead of --pool-size (default: "
+        "secondary_g2_slots)",
     )
     parser.add_argument(
-        "--digest", help="instead of what the configuration says or implies"
+        "--digest", help="use this digest instead of the configuration's"
     )
     parser.add_argument(
         "--pool-dir",
         default="/dev/shm",
-        help="a folder in memory that the engine sees, too (default: %(default)s)",
+        help="a folder in memory that the engine can see, too (default: %(default)s)",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the service's command only"
+        "--dry-run", action="store_true", help="only print the service's command"
     )
     parser.add_argument("more", nargs="*", metavar="-- ARGUMENTS")
     return parser

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Two servers, one of which pulls from the other: what is run, and what it shows.
+"""Runs two servers, one of which pulls from the other, and judges the results.
 
-A answers each prompt first. B gets the same prompts with a hint at A: one by which it
-is introduced to A, one that has to be served from A, and one when A has been killed.
+A answers all prompts first. B then gets the same prompts with hints that name A: one
+that introduces A to it, one that has to be served from A, and one after A was killed.
 """
 
 import time
@@ -20,13 +20,13 @@ from vllm_kvcr.servers import Answer, Metrics, Server, ServerFailed, longest
 
 WORKLOAD = Workload(prompts=3)
 EVENTS_SECONDS = 15.0
-# Until B and A know each other well, and A's metrics tell what that took.
+# Must exceed the introduction of A to B, and the time until their metrics show it.
 INTRODUCTION_SECONDS = 20.0
-# From A's side of a pull until its metrics show it; it sleeps meanwhile.
+# Must exceed the time between a pull and the metrics of A, which sleeps, that show it.
 METRICS_SECONDS = 10.0
 IDLE_SECONDS = 3.0
-# What B may take for a prompt whose peer is gone, on top of one pull_timeout_ms, after
-# which it gives the pull up, and of twice what A took to compute the prompt.
+# How long B may take for a prompt whose peer is gone, in addition to one
+# pull_timeout_ms, after which it gives up the pull, and to twice the time that A took.
 DEAD_PEER_SECONDS = 5.0
 
 BYTES = "vllm:kvcr_transfer_bytes_total"
@@ -37,7 +37,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Moved:
-    """What went from A to B for the prompt that was served, by both sides' metrics."""
+    """What A sent to B for the served prompt, according to the metrics of both."""
 
     blocks_fetched: int
     blocks_written: int
@@ -50,7 +50,7 @@ class Moved:
             blocks_fetched=target.total(BLOCKS, operation="remote_fetch"),
             blocks_written=source.total(BLOCKS, operation="source_write"),
             bytes_written=source.total(BYTES, operation="source_write"),
-            # What was pulled lands in the pool and is copied from there.
+            # Blocks that were pulled land in the pool and are copied from there.
             bytes_delivered=target.total(BYTES, operation="local_deliver"),
         )
 
@@ -68,7 +68,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class PeersResult:
-    """What A and B answered, and what their metrics say."""
+    """The answers of A and B, and their metrics."""
 
     at_source: tuple[Answer, ...]
     introduced: Answer
@@ -88,13 +88,13 @@ class PeersResult:
         return sum(cold.token_ids == answer.token_ids for cold, answer in pairs)
 
     def faults(self, workload: Workload = WORKLOAD) -> list[str]:
-        """Why this does not show what it is there to show."""
+        """The reasons why this does not show what it is meant to show."""
         faults = []
         outputs = {answer.token_ids for answer in self.at_source}
         if len(outputs) < len(self.at_source):
             faults.append(
-                "prompts that differ gave the same output, so equal outputs would "
-                "prove nothing"
+                "different prompts gave the same output, so equal outputs would prove "
+                "nothing"
             )
         if self.equal_outputs < len(self.at_source):
             faults.append(
@@ -102,28 +102,28 @@ class PeersResult:
                 "equal A's"
             )
         if any(answer.cached_tokens for answer in self.at_source):
-            faults.append("A had not to compute all of a prompt")
+            faults.append("A did not have to compute all of a prompt")
         if self.served.computed_tokens != workload.tail_tokens:
             faults.append(
-                f"B computed {self.served.computed_tokens} tokens of the prompt that A "
-                f"had, and not only its last {workload.tail_tokens}"
+                f"B computed {self.served.computed_tokens} tokens of the served prompt "
+                f"instead of only its last {workload.tail_tokens}"
             )
         moved, chunks = self.moved, workload.chunks_per_prompt
         if not moved.blocks_fetched == moved.blocks_written == chunks:
             faults.append(
-                f"A prompt has {chunks} chunks; B pulled {moved.blocks_fetched}, and A "
-                f"wrote {moved.blocks_written}, by their metrics"
+                f"a prompt has {chunks} chunks, but the metrics say that B pulled "
+                f"{moved.blocks_fetched} and A wrote {moved.blocks_written}"
             )
         size = chunks * CHUNK_BYTES
         if not moved.bytes_written == moved.bytes_delivered == size:
             faults.append(
-                f"{chunks} chunks are {size} bytes; A wrote {moved.bytes_written}, and "
-                f"B got {moved.bytes_delivered}, by their metrics"
+                f"{chunks} chunks have {size} bytes, but the metrics say that A wrote "
+                f"{moved.bytes_written} and B received {moved.bytes_delivered}"
             )
         if self.idle_wakeups > 100 * IDLE_SECONDS:
             faults.append(
                 f"A's engine core woke up {self.idle_wakeups} times in "
-                f"{IDLE_SECONDS:.0f} s with nothing to do; it sleeps from vLLM 0.33 on"
+                f"{IDLE_SECONDS:.0f} s with nothing to do; since vLLM 0.33 it sleeps"
             )
         allowed = DEAD_PEER_SECONDS + self.pull_seconds + 2 * self.at_source[-1].seconds
         if self.after_kill.seconds > allowed:
@@ -143,13 +143,13 @@ def run(
     environment: Mapping[str, str] | None = None,
     log: Path | None = None,
 ) -> PeersResult:
-    """Start both servers, have them answer, kill A.
+    """Start both servers, have them answer, and kill A.
 
     Args:
         folder: For the model, logs and sockets; the caller removes it.
-        tier: Options of the tier on top of those that peers need.
-        environment: On top of the servers' own.
-        log: For both servers' output; in ``folder`` unless it is given.
+        tier: Options of the tier, in addition to those that peers need.
+        environment: Variables in addition to the servers' own.
+        log: The log of both servers; by default, logs in ``folder``.
 
     Raises:
         ServerFailed: One of them did not start or answer.
@@ -198,7 +198,7 @@ def two_servers(
     environment: Mapping[str, str] | None = None,
     log: Path | None = None,
 ) -> Iterator[tuple[Server, Server, KvIndex]]:
-    """Servers A and B, ready, and what A's KV events tell from the beginning."""
+    """Servers A and B, ready, and an index of A's KV events from its start."""
     model = folder / "model"
     if not model.exists():
         write_model(model, longest(workload.chunks_per_prompt))
@@ -222,16 +222,16 @@ def two_servers(
 def hint_at(
     source: Server, index: KvIndex, prompt: list[int], workload: Workload
 ) -> dict[str, Any]:
-    """What a router would add to the prompt's request."""
+    """The hint that a router would add to the prompt's request."""
     whole = workload.chunks_per_prompt * TOKENS_PER_CHUNK
     hashes = index.wait_for(prompt, whole, EVENTS_SECONDS)
     if not hashes:
-        raise ServerFailed(f"server {source.name} announced no block of a prompt")
+        raise ServerFailed(f"server {source.name} published no block of a prompt")
     return fetch_hint(source.control_endpoint, hashes)
 
 
 def _wait_until_introduced(a: Server, b: Server) -> Moved:
-    """Until the block of the introduction has arrived, by both sides' metrics."""
+    """Wait until both sides' metrics show the block of the introduction."""
     deadline = time.monotonic() + INTRODUCTION_SECONDS
     while True:
         moved = Moved.so_far(a.metrics(), b.metrics())
@@ -243,7 +243,7 @@ def _wait_until_introduced(a: Server, b: Server) -> Moved:
 
 
 def _wait_until_agreed(source: Server, target: Server, before: Moved) -> Moved:
-    """What was moved since ``before``, when both sides have counted it."""
+    """What was moved since ``before``, once both sides have counted it."""
     deadline = time.monotonic() + METRICS_SECONDS
     while True:
         moved = Moved.so_far(source.metrics(), target.metrics()).since(before)

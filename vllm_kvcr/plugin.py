@@ -2,12 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The entry point through which vLLM finds this distribution's KVCR tier.
 
-vLLM calls ``register()`` in each of its processes before it imports any tier. No
-file of vLLM is touched: the folder that holds our ``kvcr`` package goes first on
+vLLM calls ``register()`` in each of its processes before it imports any tier. It
+touches no file of vLLM: it puts the folder that contains our ``kvcr`` package first on
 the search path of ``vllm.v1.kv_offload.tiering``, in memory.
 
-Failure model: vLLM does not guard the call, so nothing is raised out of it. What
-goes wrong is logged, and vLLM keeps the tiers that it had.
+Failure model: vLLM does not guard the call, so it never raises. Errors are logged, and
+vLLM keeps the tiers that it had.
 """
 
 import importlib
@@ -25,7 +25,7 @@ TIER_PACKAGE = f"{TIERING_PACKAGE}.{TIER_TYPE}"
 MANAGER_MODULE = f"{TIER_PACKAGE}.manager"
 MANAGER_CLASS = "KVCRSecondaryTierManager"
 
-# Below "vllm", whose handler and level are vLLM's own settings.
+# A child of "vllm", so that vLLM's handler and level apply.
 logger = logging.getLogger("vllm.plugins.kvcr")
 
 _last_line = ""
@@ -34,15 +34,15 @@ _last_line = ""
 def register() -> None:
     """Make type ``kvcr`` resolve to this distribution's adapter.
 
-    Logs one line that says which adapter serves ``kvcr`` now. A later call in the
-    same process repairs what someone undid, and logs only what is news.
+    Logs one line that says which adapter serves ``kvcr`` now. A later call in the same
+    process restores what was undone meanwhile, and logs a line only if it differs.
     """
     try:
         level, line = _register()
     except Exception as error:
         _log_news(
             logging.ERROR,
-            f"vllm-kvcr {__version__} could not be registered and vLLM is left as it "
+            f"vllm-kvcr {__version__} could not be registered, and vLLM was left as it "
             f"was: {type(error).__name__}: {error}",
             exc_info=True,
         )
@@ -58,10 +58,10 @@ def _log_news(level: int, line: str, exc_info: bool = False) -> None:
 
 
 def packaged_tiering_folder() -> Path:
-    """The folder that holds our ``kvcr`` package.
+    """The folder that contains our ``kvcr`` package.
 
-    A wheel carries it inside ``vllm_kvcr``; an editable install and a checkout have
-    it where it lies in vLLM's tree.
+    In a wheel it is inside ``vllm_kvcr``. In an editable install and in a checkout it
+    is where vLLM's tree has it.
     """
     here = Path(__file__).resolve().parent
     in_wheel = here / "_tiering"
@@ -75,7 +75,7 @@ def packaged_tiering_folder() -> Path:
 
 
 def _register() -> tuple[int, str]:
-    """Do it, and return what to log and how loudly."""
+    """Register, and return the level and text of the line to log."""
     folder = packaged_tiering_folder()
     try:
         tiering = importlib.import_module(TIERING_PACKAGE)
@@ -83,15 +83,16 @@ def _register() -> tuple[int, str]:
         if error.name is None or not TIERING_PACKAGE.startswith(error.name):
             raise
         return logging.WARNING, (
-            f"not available, this vLLM has no {error.name}; "
+            f"not available, because this vLLM has no {error.name}; "
             "upgrade vLLM to use tiered KV-cache offloading"
         )
 
     imported = sys.modules.get(TIER_PACKAGE)
     if imported is not None and _folder_of(imported) != folder / TIER_TYPE:
         return logging.WARNING, (
-            f"type '{TIER_TYPE}' stays with the adapter in {_folder_of(imported)}, "
-            f"which was imported before vllm-kvcr {__version__} was registered"
+            f"type '{TIER_TYPE}' is still served by the adapter in "
+            f"{_folder_of(imported)}, which was imported before vllm-kvcr "
+            f"{__version__} was registered"
         )
 
     path_before = tiering.__path__
@@ -114,7 +115,7 @@ def _register() -> tuple[int, str]:
 
 
 def _register_type_where_missing() -> None:
-    # Imports no tier and no KVCR: the factory knows its tiers by name only.
+    # This imports neither a tier nor KVCR: the factory knows its tiers only by name.
     factory = importlib.import_module(f"{TIERING_PACKAGE}.factory").SecondaryTierFactory
     try:
         factory.register_tier(TIER_TYPE, MANAGER_MODULE, MANAGER_CLASS)
@@ -128,7 +129,7 @@ def _folder_of(package: ModuleType) -> Path | None:
 
 
 def _folder_found_on(search_path: list[str]) -> Path | None:
-    """Where the import system finds the tier now, without importing it."""
+    """Where the import system would find the tier, without importing it."""
     spec = PathFinder.find_spec(TIER_PACKAGE, search_path)
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Ends a process that was started with ``start_new_session``, and all that it started.
+"""Ends a process that was started with ``start_new_session``, with all its children.
 
-Only the whole group's end counts: vLLM's processes outlive the one that is killed.
+The whole group has to end, since vLLM's other processes outlive one that is killed.
 """
 
 import os
@@ -16,7 +16,7 @@ STOP_SECONDS = 15.0
 
 
 def end(leader: subprocess.Popen[bytes]) -> None:
-    """End the group: politely, so that it removes what it shared, then not."""
+    """Terminate the group, so that it can clean up, and then kill what is left."""
     deadline = time.monotonic() + STOP_SECONDS
     with suppress(ProcessLookupError):
         os.killpg(leader.pid, signal.SIGTERM)
@@ -33,7 +33,7 @@ def kill(leader: subprocess.Popen[bytes]) -> None:
 
 
 def members(group: int) -> list[Path]:
-    """The folders in /proc of the processes of the group that run; no zombies."""
+    """The folders in /proc of the group's running processes, without zombies."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""vLLM's OpenAI server on this machine's CPU, with the kvcr tier, peers and KV events.
+"""Runs vLLM's OpenAI server on the CPU, with the kvcr tier, peers and KV events.
 
-What needs several engines starts them with ``Server``, asks them over HTTP and reads
-their metrics. They run the demos' model on the vLLM that comes first on ``PYTHONPATH``.
+Everything that needs several engines starts them with ``Server``, sends them requests
+over HTTP and reads their metrics. They run the demos' model on the vLLM that comes
+first on ``PYTHONPATH``.
 
-Failure model: a server that does not start, answer or end in time raises
-``ServerFailed`` with the end of its log. Leaving the ``with`` block leaves neither a
-process nor shared memory.
+Failure model: if a server does not start or answer in time, ``ServerFailed`` is raised
+with the end of its log. After the ``with`` block neither a process nor shared memory is
+left.
 """
 
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,28 +31,28 @@ from vllm_kvcr import process_group
 from vllm_kvcr.demo_model import CHUNK_BYTES
 from vllm_kvcr.demo_plan import BLOCKS_PER_CHUNK, TOKENS_PER_BLOCK, TOKENS_PER_CHUNK
 from vllm_kvcr.demo_process import ENVIRONMENT, SHARED_MEMORY, log_tail
+from vllm_kvcr.ports import LOCALHOST, free_ports
 
-LOCALHOST = "127.0.0.1"
 MODEL_NAME = "demo"
-# Two were ready after 83 s on two cores that others used as well, after 230 s at a load
-# of ten.
+# Two servers were ready after 83 s on two shared cores, and after 230 s at a load of
+# 10.
 START_SECONDS = 400.0
 REQUEST_SECONDS = 60.0
 
-# NIXL's threads spin. So do engines before vLLM 0.33; what asks them comes first.
+# NIXL's threads spin, and so do engines before vLLM 0.33. Their clients come first.
 NICENESS = 5
 
-# Two that pin themselves to the same core can wait for each other for minutes.
+# Two servers that pin themselves to the same core can wait for each other for minutes.
 OF_SERVERS = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 class ServerFailed(Exception):
-    """A server did not do what it was asked to; the text says why."""
+    """A server did not start or answer; the text says why."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server made of a prompt, by its own account."""
+    """A server's answer to a prompt, and its own counts."""
 
     token_ids: tuple[int, ...]
     prompt_tokens: int
@@ -90,12 +89,12 @@ class Server:
     """One server, from ``__enter__`` to ``__exit__``.
 
     Args:
-        name: In file names and messages.
-        folder: For its socket of KV events, and its log unless there is one.
-        model: As ``demo_model.write_model`` wrote it, for ``longest(chunks)`` tokens.
+        name: Used in file names and messages.
+        folder: For the socket of its KV events and, unless ``log`` is given, its log.
+        model: Written by ``demo_model.write_model`` for ``longest(chunks)`` tokens.
         chunks: The longest prompt; the KV cache and the primary tier hold several.
-        tier: Options of the kvcr tier on top of those that peers need.
-        environment: On top of the demos'.
+        tier: Options of the kvcr tier, in addition to those that peers need.
+        environment: Variables in addition to the demos'.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Server:
         self.name = name
         self.port, self.control_port = free_ports(2)
         self.control_endpoint = f"tcp://{LOCALHOST}:{self.control_port}"
-        # vLLM binds TCP endpoints on every interface, and this one to a file.
+        # vLLM would bind a TCP endpoint on every interface.
         self.events_endpoint = f"ipc://{folder}/{name}.events"
         self.log = log or folder / f"{name}.log"
         self._model = model
@@ -146,7 +145,7 @@ class Server:
         self._http.close()
         assert self._process is not None
         process_group.end(self._process)
-        # A server that was killed could not remove its shared memory.
+        # A killed server cannot remove its shared memory.
         for left_behind in SHARED_MEMORY.glob(f"vllm_offload_{self._engine_id}*"):
             left_behind.unlink(missing_ok=True)
 
@@ -156,7 +155,7 @@ class Server:
         return self._process.pid
 
     def kill(self) -> None:
-        """Kill all its processes at once, as a machine that fails does."""
+        """Kill all its processes at once, as if the machine had failed."""
         assert self._process is not None
         process_group.kill(self._process)
 
@@ -180,10 +179,10 @@ class Server:
         hint: Mapping[str, Any] | None = None,
         seconds: float = REQUEST_SECONDS,
     ) -> Answer:
-        """Have a prompt of token ids completed, greedily.
+        """Complete a prompt of token ids greedily.
 
         Args:
-            hint: Where its blocks are; see ``routing.fetch_hint``.
+            hint: Says where the prompt's blocks are; see ``routing.fetch_hint``.
         """
         request: dict[str, Any] = {
             "model": MODEL_NAME,
@@ -207,7 +206,7 @@ class Server:
         return Answer(
             token_ids=tuple(body["choices"][0]["token_ids"]),
             prompt_tokens=usage["prompt_tokens"],
-            # Absent where none were.
+            # Absent if there were none.
             cached_tokens=(usage["prompt_tokens_details"] or {}).get("cached_tokens")
             or 0,
             seconds=time.perf_counter() - started,
@@ -221,7 +220,7 @@ class Server:
             raise self._failure(f"shows no metrics: {error!r}") from error
 
     def engine_wakeups(self) -> int:
-        """How often the thread that steps the engine has gone to sleep so far."""
+        """How often the thread that steps the engine has gone to sleep."""
         for process in process_group.members(self.pid):
             if (process / "comm").read_text().startswith("VLLM::EngineCor"):
                 status = (process / "status").read_text()
@@ -278,17 +277,5 @@ class Server:
 
 
 def longest(chunks: int) -> int:
-    """Tokens of a prompt of that many chunks and a bit, and of its output."""
+    """Tokens of a prompt that is slightly longer than ``chunks``, and of its output."""
     return (chunks + 1) * TOKENS_PER_CHUNK
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports below those that the system hands out by itself at any moment."""
-    found: list[int] = []
-    candidates: Iterable[int] = random.SystemRandom().sample(range(20_000, 32_000), 200)
-    for port in candidates:
-        with suppress(OSError), socket.create_server((LOCALHOST, port)):
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise ServerFailed(f"{count} free ports were not found on {LOCALHOST}")

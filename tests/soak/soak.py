@@ -24,11 +24,11 @@ from typing import Self
 
 import numpy as np
 
+from tests.v1.kv_offload.tiering.kvcr.builders import make_hint
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.bad_hints import BAD_HINTS
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine, Job
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer import Peer
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import make_hint
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.kvcr import manager
 

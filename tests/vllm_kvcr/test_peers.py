@@ -72,7 +72,7 @@ def test_what_was_served_has_no_faults() -> None:
         (replace(SERVED, moved=Moved(4, 4, 0, PULLED)), "A wrote 0"),
         (
             replace(SERVED, at_source=(answer(1, 32), answer(2), answer(3))),
-            "A had not to compute",
+            "A did not have to compute",
         ),
     ],
 )
@@ -131,7 +131,7 @@ def test_the_demo_prints_what_was_measured(peers_demo, capsys, monkeypatch) -> N
     assert cells["computed by B"] == ["520", "8", "520"]
     assert cells["Output equals A's"] == ["yes", "yes", "yes"]
     assert cells["Bytes that A wrote"][1] == f"{PULLED:,}"
-    assert cells["Bytes that B got"][1] == f"{PULLED:,}"
+    assert cells["Bytes that B received"][1] == f"{PULLED:,}"
 
 
 def test_the_demo_fails_when_nothing_was_served(peers_demo, capsys) -> None:

@@ -24,7 +24,7 @@ def check(setting: Setting) -> Iterator[Finding]:
     except ChildFailed as error:
         yield fail(
             f"vLLM's plugins could not be loaded: {error}",
-            "run python -c 'import vllm' and mend what it says",
+            "run python -c 'import vllm' and fix what it reports",
         )
         return
     folder = found["folder"]
@@ -37,15 +37,15 @@ def check(setting: Setting) -> Iterator[Finding]:
             )
         else:
             yield fail(
-                f"vllm-kvcr {__version__} is found in {folder}, and cannot be "
+                f"vllm-kvcr {__version__} is found in {folder}, but cannot be "
                 f"imported: {found['error']}",
-                "see the check of versions, or reinstall vllm-kvcr",
+                "see the versions check, or reinstall vllm-kvcr",
                 **found,
             )
         return
     served = f"type '{TIER_TYPE}' is served by the adapter in {folder}"
     if found["tier"] is None:
-        served = f"vLLM knows no usable tier type '{TIER_TYPE}'"
+        served = f"vLLM has no usable tier type '{TIER_TYPE}'"
     reason, remedy = _why_not_ours()
     yield fail(f"{served}, not by vllm-kvcr: {reason}", remedy, **found)
 

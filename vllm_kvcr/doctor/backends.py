@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whether NIXL really creates the backends that the configuration needs."""
+"""Checks whether NIXL can really create the backends that the configuration needs."""
 
 import time
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def _wanted(setting: Setting) -> list[_Wanted]:
     found: dict[tuple[str, object], _Wanted] = {}
     for _, config in setting.valid:
         wanted = [_Wanted("remote_fw_dram_backend", config.remote_fw_dram_backend)]
-        # A service's pool goes with the backend above.
+        # The service's pool is used with the backend above.
         if config.has_own_pool and config.kvcr_service_socket_path is None:
             wanted.append(_Wanted("local_dram_backend", config.local_dram_backend))
         if config.g3 is not None:
@@ -64,8 +64,8 @@ def _create(wanted: _Wanted) -> Iterator[Finding]:
     offers = f"this NIXL offers {', '.join(available) or 'nothing'}"
     if wanted.is_default and _try(_FILES, {})[1] is None:
         yield warn(
-            f"{what}, which is taken where g3.backend is left out, is not to be had "
-            f"here ({error}); {_FILES} is",
+            f"{what}, which is the default of g3.backend, cannot be used here "
+            f"({error}), but {_FILES} can",
             f'set "backend": "{_FILES}" in g3',
             error=error,
             **known,
@@ -73,14 +73,14 @@ def _create(wanted: _Wanted) -> Iterator[Finding]:
         return
     yield fail(
         f"{what}: NIXL did not create it: {error}",
-        f"set {wanted.option} to one that works here; {offers}",
+        f"set {wanted.option} to a plugin that works here; {offers}",
         error=error,
         **known,
     )
 
 
 def _try(name: str, options: dict[str, str]) -> tuple[list[str], str | None]:
-    """What NIXL offers, and why it did not create that backend."""
+    """The plugins that NIXL offers, and why it did not create that backend."""
     available: list[str] = []
     deadline = time.monotonic() + _SECONDS
     with Child(_PROBE, {"backends": [[name, options]]}) as child:

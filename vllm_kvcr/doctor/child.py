@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Runs what may crash or hang, such as native code, in a process of its own.
+"""Runs code that may crash or hang, such as native code, in a separate process.
 
-The child writes lines of JSON to a pipe of its own, because libraries write to its
-standard output as they like. It is killed when its time is over.
+The child writes lines of JSON to a separate pipe, because libraries write to its
+standard output. It is killed when its time is over.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ class Child:
     """``python -m module arguments``, as a context.
 
     Args:
-        module: It calls ``arguments()`` and ``answer()`` of this module.
-        arguments: Built-in types.
-        environment: Added to this process' own.
+        module: Calls ``arguments()`` and ``answer()`` of this module.
+        arguments: Built-in types only.
+        environment: Variables in addition to this process's own.
     """
 
     def __init__(
@@ -42,13 +42,12 @@ class Child:
         arguments: Mapping[str, Any],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._module = module
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._read, write = os.pipe()
         self._buffer = b""
         try:
             self._process = subprocess.Popen(
-                # -P: as for vLLM's own command, the working directory is not searched.
+                # -P: like vLLM's own command, do not search the working directory.
                 [sys.executable, "-P", "-m", module, json.dumps(arguments)],
                 stdin=subprocess.PIPE,
                 stdout=self._log,
@@ -81,13 +80,13 @@ class Child:
             self._process.stdin.flush()
 
     def receive(self, deadline: float) -> Any:
-        """The next answer.
+        """Return the next answer.
 
         Args:
-            deadline: By ``time.monotonic()``.
+            deadline: In terms of ``time.monotonic()``.
 
         Raises:
-            ChildFailed: there is none.
+            ChildFailed: there is no answer.
         """
         with selectors.DefaultSelector() as selector:
             selector.register(self._read, selectors.EVENT_READ)
@@ -103,7 +102,7 @@ class Child:
         return json.loads(line)
 
     def close(self) -> None:
-        """End the child, which is asked to by closing its standard input."""
+        """End the child: close its standard input, and kill it if it goes on."""
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -122,9 +121,9 @@ class Child:
         try:
             code = self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
-            return f"it stopped answering{self._last_words()}"
+            return f"the process stopped answering{self._last_words()}"
         if code < 0:
-            how = f"the process was ended by {signal.Signals(-code).name}"
+            how = f"the process was killed by {signal.Signals(-code).name}"
         else:
             how = f"the process ended with status {code}"
         return how + self._last_words()
@@ -145,7 +144,7 @@ def ask(
     """Run a child for one answer.
 
     Raises:
-        ChildFailed: there is none.
+        ChildFailed: there is no answer.
     """
     with Child(module, arguments, environment) as child:
         try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""``vllm-kvcr doctor``: whether this machine can run a configuration.
+"""``vllm-kvcr doctor``: check whether this machine can run a configuration.
 
-Exit status: 0 with no failure (warnings allowed), 1 with one, 2 if it was called wrong.
-A check that cannot run is a warning; none ends the others.
+Exit status: 0 without failures (warnings are allowed), 1 with failures, 2 for wrong
+usage. A check that cannot run is a warning and does not stop the others.
 """
 
 import argparse
@@ -30,7 +30,7 @@ CHECKS = (
     "hashing",
     "loopback",
 )
-"""Modules of this package; each has ``check(setting)``, which yields findings."""
+"""Modules of this package, each with a ``check(setting)`` that yields findings."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     chosen = [c for c in given.only or CHECKS if c not in (given.skip or ())]
-    # Imports write to standard output as they like, and it is the report's.
+    # Imports may write to standard output, which is reserved for the report.
     with contextlib.redirect_stdout(sys.stderr):
         entries = [
             Entry(name, finding) for name in chosen for finding in run(name, setting)
@@ -66,7 +66,7 @@ def run(name: str, setting: Setting) -> Iterator[Finding]:
     except Exception as error:
         yield warn(
             f"this check could not run: {type(error).__name__}: {error}",
-            "see the other checks first; if they are good, please report this",
+            "see the other checks first; if they are ok, please report this",
         )
 
 
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="vllm-kvcr doctor",
         description="Check whether this machine can run a configuration. Run it where "
         "vLLM will run: as that user, in that container, with that environment.",
-        epilog="exit status: 0 no failure, 1 a failure, 2 wrong usage",
+        epilog="exit status: 0 without failures, 1 with failures, 2 for wrong usage",
     )
     parser.add_argument(
         "--config",
@@ -92,12 +92,12 @@ def _parser() -> argparse.ArgumentParser:
         "--chunk-bytes",
         metavar="N",
         type=_positive,
-        help="bytes of one chunk of the primary tier, for what is counted in chunks",
+        help="bytes of one chunk of the primary tier, for options that count chunks",
     )
     parser.add_argument(
-        "--json", action="store_true", help="a record to attach to a bug report"
+        "--json", action="store_true", help="print JSON to attach to a bug report"
     )
-    for option, text in (("--only", "run only this check"), ("--skip", "leave it out")):
+    for option, text in (("--only", "run only this check"), ("--skip", "skip a check")):
         parser.add_argument(
             option,
             action="append",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Has NIXL create backends, in a process that may crash over it.
+"""Has NIXL create backends, in a process that may crash.
 
-Answers with what this NIXL offers, then with one line for each backend.
+Answers with the plugins that this NIXL offers, and then with one line for each backend.
 """
 
 import uuid
@@ -11,7 +11,7 @@ from vllm_kvcr.doctor.child import answer, arguments
 
 
 def main() -> None:
-    # Ships no type annotations.
+    # NIXL ships no type annotations.
     from nixl import (  # type: ignore[import-untyped]
         nixl_agent,
         nixl_agent_config,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The files of ``g3``: each must be this engine's own, and take direct I/O."""
+"""Checks the files of ``g3``: each must be this engine's own, and allow direct I/O."""
 
 import contextlib
 import fcntl
@@ -29,9 +29,9 @@ def check(setting: Setting) -> Iterator[Finding]:
         ranks = len(config.control_ports or (0,))
         if ranks > 1:
             yield fail(
-                f"{ranks} local ranks would use the same files, and each file can be "
+                f"{ranks} local ranks would use the same files, but each file can be "
                 "used by one engine only",
-                "start each rank with a configuration, and paths, of its own",
+                "start each rank with its own configuration and paths",
             )
         capacity = config.g3.capacity_bytes_per_file
         if setting.chunk_bytes is not None:
@@ -72,7 +72,7 @@ def _check_file(path: Path, capacity: int, is_exact: bool) -> Finding:
     ):
         return fail(
             f"{where} cannot be written by this user",
-            "give the engine's user that right, or another path",
+            "give the engine's user write access, or another path",
             **known,
         )
     if held is not None:
@@ -80,7 +80,7 @@ def _check_file(path: Path, capacity: int, is_exact: bool) -> Finding:
         if holders is not None:
             return fail(
                 f"{where} is in use by {holders or 'another process'}",
-                "stop that engine, or give this one a path of its own",
+                "stop that engine, or give this one another path",
                 holders=holders,
                 **known,
             )
@@ -90,22 +90,22 @@ def _check_file(path: Path, capacity: int, is_exact: bool) -> Finding:
         and not _fits(held.st_size, capacity, is_exact)
     ):
         return fail(
-            f"{where} has {held.st_size} bytes, and g3.capacity_bytes_per_file asks "
+            f"{where} has {held.st_size} bytes, but g3.capacity_bytes_per_file asks "
             f"for {capacity}",
-            f"remove {path}, whose blocks are lost then, or restore that option",
+            f"remove {path}, which loses its blocks, or restore that option",
             **known,
         )
     missing = capacity - (held.st_size if held is not None else 0)
     if free < missing:
         return fail(
-            f"{where} needs {size(missing)}, and {size(free)} are free",
-            "lower g3.capacity_bytes_per_file, or make room",
+            f"{where} needs {size(missing)}, but only {size(free)} are free",
+            "lower g3.capacity_bytes_per_file, or free space",
             **known,
         )
     refusal = _refuses_direct_io(path if held is not None else None, folder)
     if refusal is not None:
         return fail(
-            f"{where} takes no direct I/O, which KVCR needs: {refusal}",
+            f"{where} does not support direct I/O, which KVCR needs: {refusal}",
             "use a local file system such as ext4 or xfs, not one in memory",
             **known,
         )
@@ -119,7 +119,7 @@ def _fits(held: int, capacity: int, is_exact: bool) -> bool:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or that above it in which it would be created."""
+    """The folder, or the nearest parent that exists."""
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():
@@ -136,9 +136,9 @@ def _filesystem(folder: Path) -> str:
 
 
 def locked_by(path: Path) -> str | None:
-    """Who holds KVCR's lock on a file; empty if that cannot be told, ``None`` if none.
+    """Who holds KVCR's lock on a file; ``None`` if nobody does, empty if not known.
 
-    A shared lock is tried for an instant: KVCR's own is exclusive.
+    This takes a shared lock for an instant; KVCR's own lock is exclusive.
     """
     with path.open("rb") as file:
         try:
@@ -155,7 +155,7 @@ def _holders(inode: int) -> str:
         for line in LOCKS.read_text().splitlines():
             # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:131077 0 EOF
             parts = line.split()
-            # The device is left out: it differs from stat's on some file systems.
+            # The device is ignored, since it differs from stat's on some file systems.
             if parts[1] == "FLOCK" and parts[5].split(":")[-1] == str(inode):
                 pids.append(int(parts[4]))
     names = []

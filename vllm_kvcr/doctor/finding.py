@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a check says: one line with a status, and what to do about it."""
+"""A check's finding: one line with a status, and what to do about it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Status(Enum):
 class Finding:
     """One line of the report.
 
-    ``data`` is for machines: built-in types only, and nothing that is secret.
+    ``data`` is for machines: only built-in types, and no secrets.
     """
 
     status: Status
@@ -40,7 +40,7 @@ def fail(text: str, remedy: str, **data: Any) -> Finding:
 
 
 def size(count: int) -> str:
-    """Bytes for people."""
+    """A size in bytes, formatted for people."""
     value, units = float(count), iter(("KiB", "MiB", "GiB", "TiB"))
     unit = "bytes"
     while value >= 1024 and (larger := next(units, None)) is not None:

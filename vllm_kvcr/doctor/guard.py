@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The KVCR service: alive, of the same digest, and with what pools.
+"""Checks the KVCR service: whether it answers, its digest, its guards and its pools.
 
-It is asked for a guard that no service has. Its refusal tells whether the digests
-agree and how many guards there are, and changes nothing.
+The service is asked for a guard that no service has. Its refusal tells whether the
+digests agree and how many guards it has, and changes nothing.
 """
 
 import argparse
@@ -69,20 +69,20 @@ def _check_claim(
         yield warn(
             "compatibility_digest is 'auto', which only an engine with its model can "
             "derive" + (f"; the service was started with {theirs!r}" if theirs else ""),
-            "an engine with another digest is refused, and quotes its own",
+            "an engine with another digest is refused and quotes its own in the error",
         )
         return
     refusal = _refusal(config.kvcr_service_socket_path or "", digest)
     guards = re.search(r"out of range \[0, (\d+)\)", refusal)
     if guards is not None and int(guards[1]) >= ranks:
         yield ok(
-            f"the digests agree, and it has {guards[1]} guards for {ranks} local ranks",
+            f"the digests agree, and {guards[1]} guards serve {ranks} local ranks",
             digest=digest,
             guards=int(guards[1]),
         )
     elif guards is not None:
         yield fail(
-            f"the service has {guards[1]} guards, and there are {ranks} local ranks",
+            f"the service has {guards[1]} guards, but there are {ranks} local ranks",
             f"start the service with --guard-count {ranks}",
             digest=digest,
             guards=int(guards[1]),
@@ -90,21 +90,21 @@ def _check_claim(
     elif "digest" in refusal:
         theirs = started.get("digest", "another")
         yield fail(
-            f"compatibility_digest is {digest!r}, and the service's is {theirs!r}",
-            "start both with the same; blocks of another digest have other bytes",
+            f"compatibility_digest is {digest!r}, but the service's is {theirs!r}",
+            "start both with the same digest; another one stands for other bytes",
             digest=digest,
         )
     else:
         yield warn(
-            f"the service gave an answer that is not understood: {refusal}",
-            "check that it runs the same kvcr as the engine",
+            f"the service gave an unexpected answer: {refusal}",
+            "check that it runs the same release of kvcr as the engine",
         )
 
 
 def digest_of(config: "TierConfig") -> str | None:
-    """The digest that an engine with these options would claim with.
+    """The digest that an engine with these options would use.
 
-    ``None`` where it follows from the model, which is not known here.
+    ``None`` if it is derived from the model, which is not known here.
     """
     from vllm.v1.kv_offload.tiering.kvcr.namespace import make_namespace
 
@@ -119,7 +119,7 @@ def service_pid(path: str, *, strict: bool = False) -> int | None:
     """The process behind a service's socket.
 
     Raises:
-        OSError: with ``strict``, nothing answers there.
+        OSError: nothing answers there, and ``strict`` is set.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_CONNECT_S)
@@ -137,7 +137,7 @@ def service_pid(path: str, *, strict: bool = False) -> int | None:
 
 
 def _started_with(pid: int | None) -> dict[str, Any]:
-    """What the service's command line tells; empty if it cannot be read."""
+    """What the service's command line says; empty if it cannot be read."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--pool-sizes-gb", default="")
     parser.add_argument("--compatibility-digest")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whether two engines would give the same block the same hash."""
+"""Checks whether two engines would give the same block the same hash."""
 
 import os
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ _AS_NUMBERS = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
 def check(setting: Setting) -> Iterator[Finding]:
     shared = [c for _, c in setting.valid if c.serves_peers]
     if not shared:
-        yield ok(f"no blocks are shared between engines: {_SEED} may be anything")
+        yield ok(f"engines share no blocks, so {_SEED} does not matter")
         return
     yield _seed()
     if os.environ.get(_AS_NUMBERS, "1").strip() in ("0",):
         yield warn(
-            f"{_AS_NUMBERS}=0: events carry no 64-bit hashes, and hints need those",
+            f"{_AS_NUMBERS}=0: events carry no 64-bit hashes, but hints need them",
             f"unset {_AS_NUMBERS}",
         )
 
@@ -28,18 +28,18 @@ def check(setting: Setting) -> Iterator[Finding]:
 def _seed() -> Finding:
     seed = os.environ.get(_SEED)
     if seed is not None:
-        return ok(f"{_SEED}={seed}; every engine needs the same", seed=seed)
+        return ok(f"{_SEED}={seed}; every engine needs the same value", seed=seed)
     from vllm.v1.core import kv_cache_utils
 
     text = f"{_SEED} is not set here"
-    remedy = f"start every engine with the same, such as {_SEED}=0"
-    # Where vLLM has a default that is the same in each process.
+    remedy = f"start every engine with the same value, such as {_SEED}=0"
+    # If vLLM has it, its default is the same in each process.
     if hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"):
         return ok(
-            f"{text}: hashes agree as long as every engine leaves it unset and keeps "
-            "to a sha256 --prefix-caching-hash-algo",
+            f"{text}: hashes agree as long as every engine leaves it unset and uses a "
+            "sha256 --prefix-caching-hash-algo",
             seed=None,
         )
     return warn(
-        f"{text}: engines would not know each other's blocks", remedy, seed=None
+        f"{text}: engines would not recognize each other's blocks", remedy, seed=None
     )

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A real transfer between two processes of this machine, through the tier.
+"""Makes a real transfer between two processes on this machine, through the tier.
 
-Both ends are started here, with the configuration's backends, and listen on 127.0.0.1
-only, on ports of their own. It shows that KVCR, NIXL and the tier work together. The
-network between two hosts it does not show: on one host UCX takes shared memory.
+Both ends are started here with the configuration's backends, and listen only on
+127.0.0.1, on ports of their own. This shows that KVCR, NIXL and the tier work together,
+but says nothing about the network between hosts: on one host UCX uses shared memory.
 """
 
-import random
-import socket
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,23 +14,23 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvcr.doctor.child import Child, ChildFailed
 from vllm_kvcr.doctor.finding import Finding, fail, ok, size
 from vllm_kvcr.doctor.setting import Setting
+from vllm_kvcr.ports import LOCALHOST, free_ports
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.kvcr.config import TierConfig
 
 SECONDS = 180.0
 _END = "vllm_kvcr.doctor.loopback_end"
-_LOOPBACK = "127.0.0.1"
 _TOTAL_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 _MOST_CHUNK_BYTES = 16 << 20
 _FIRST = 4
-"""Blocks of the first pull, which also connects the two and is not timed."""
+"""Blocks of the first pull, which also connects the two ends and is not timed."""
 
 
 def check(setting: Setting) -> Iterator[Finding]:
     configs = [c for _, c in setting.valid if c.serves_peers]
-    # Without one, the defaults: it still tells whether KVCR and NIXL work here.
+    # If none serves peers, the defaults still show whether KVCR and NIXL work here.
     yield _transfer(configs[0] if configs else None, setting.chunk_bytes)
 
 
@@ -79,8 +77,8 @@ def options(config: "TierConfig | None", port: int, rows: int) -> dict[str, Any]
     """The tier's options for one end."""
     chosen: dict[str, Any] = {
         "control_ports": [port],
-        "control_host": _LOOPBACK,
-        "control_advertise_host": _LOOPBACK,
+        "control_host": LOCALHOST,
+        "control_advertise_host": LOCALHOST,
         "landing_slots": rows,
         "max_pull_blocks": rows,
         "operation_timeout_ms": 20_000,
@@ -98,27 +96,10 @@ def options(config: "TierConfig | None", port: int, rows: int) -> dict[str, Any]
     return chosen
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports below those that the system, and so NIXL, hands out by itself."""
-    found: dict[int, socket.socket] = {}
-    try:
-        for port in random.SystemRandom().sample(range(20_000, 32_000), 200):
-            if len(found) == count:
-                break
-            try:
-                found[port] = socket.create_server((_LOOPBACK, port))
-            except OSError:
-                continue
-    finally:
-        for listener in found.values():
-            listener.close()
-    return list(found)
-
-
 def _failed(text: str) -> Finding:
     return fail(
         text,
-        "see the checks above; UCX_LOG_LEVEL=info and NIXL_LOG_LEVEL=INFO tell more",
+        "see the checks above; UCX_LOG_LEVEL=info and NIXL_LOG_LEVEL=INFO say more",
     )
 
 
@@ -131,7 +112,7 @@ def _incomplete(pulled: dict[str, Any]) -> Finding:
         )
     return fail(
         f"{pulled['arrived']} of {pulled['asked']} blocks arrived from another process",
-        "UCX_LOG_LEVEL=info tells which transport was tried; UCX_TLS and "
-        "UCX_NET_DEVICES choose others",
+        "UCX_LOG_LEVEL=info shows which transport was tried; UCX_TLS and "
+        "UCX_NET_DEVICES select others",
         **pulled,
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""One end of the loopback transfer: a primary tier in a process, with a real tier.
+"""One end of the loopback transfer: a process with a primary tier and a real kvcr tier.
 
-The source holds blocks, and steps so that they can be pulled. The receiver pulls them
-as a hinted request does, and compares every byte.
+The source holds blocks and keeps stepping, so that they can be pulled. The receiver
+pulls them like a hinted request, and compares every byte.
 """
 
 import mmap
@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_kvcr.doctor.child import answer, arguments
 from vllm_kvcr.plugin import register
+from vllm_kvcr.ports import LOCALHOST
 
 register()
 
@@ -42,7 +43,6 @@ from vllm.v1.kv_offload.tiering.kvcr.manager import (  # noqa: E402
 
 _FIRST_CONTACT_S = 30.0
 _STEP_S = 0.0002
-_LOOPBACK = "127.0.0.1"
 
 
 def key(number: int) -> OffloadKey:
@@ -50,12 +50,12 @@ def key(number: int) -> OffloadKey:
 
 
 def contents(number: int, size: int) -> np.ndarray:
-    """What block ``number`` holds: other bytes in each block, and at each place."""
+    """The bytes of block ``number``, which differ between blocks and positions."""
     return np.random.default_rng(number).integers(0, 256, size, np.uint8)
 
 
 class End(ParentManager):
-    """The primary tier, as far as a tier is concerned with it."""
+    """The part of a primary tier that a secondary tier uses."""
 
     def __init__(self, rows: int, row_bytes: int, options: dict[str, Any]) -> None:
         pages = mmap.mmap(-1, rows * row_bytes)
@@ -70,7 +70,7 @@ class End(ParentManager):
             ),
             kv_events_config=OffloadingKVEventsConfig(False, False),
         )
-        view: Any = self.memory  # numpy does not tell mypy that this is a buffer
+        view: Any = self.memory  # mypy does not know that this is a buffer
         self.tier = KVCRSecondaryTierManager(
             spec, memoryview(view), "kvcr", None, **options
         )
@@ -121,7 +121,7 @@ def hint(port: int, keys: Iterable[OffloadKey]) -> dict[str, Any]:
         "action_type": "kv.fetch",
         "action_version": "1.0",
         "payload": {
-            "source_control_endpoint": f"tcp://{_LOOPBACK}:{port}",
+            "source_control_endpoint": f"tcp://{LOCALHOST}:{port}",
             "block_hashes": hashes,
         },
     }
@@ -140,9 +140,9 @@ def serve(end: End) -> None:
 
 
 def pull(end: End, port: int, numbers: range) -> dict[str, Any]:
-    """Run one request that is hinted at the source; how much arrived, and how fast."""
+    """Run one request that is hinted at the source, and measure what arrives."""
     keys = [key(number) for number in numbers]
-    # The first contact is beside all requests: the next one is served.
+    # The first request only causes the first contact; a later one is served.
     deadline = time.monotonic() + _FIRST_CONTACT_S
     while True:
         context = ReqContext(
@@ -184,7 +184,7 @@ def pull(end: End, port: int, numbers: range) -> dict[str, Any]:
 
 
 def receive(end: End, port: int) -> None:
-    """Pull what standard input asks for, until it closes."""
+    """Pull the blocks that standard input asks for, until it closes."""
     answer("ready")
     for line in sys.stdin:
         first, last = line.strip().strip("[]").split(",")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whether the memory that the configuration asks for is there, and may be pinned."""
+"""Checks whether the configured memory is available, and whether it may be pinned."""
 
 import resource
 import shutil
@@ -28,7 +28,7 @@ def check(setting: Setting) -> Iterator[Finding]:
         pool = _pool_bytes(tier, config, setting.chunk_bytes)
         if pool is None:
             yield warn(
-                "the pool's size in bytes is not known, so that it is not checked",
+                "the pool's size in bytes is not known, so it was not checked",
                 "give --chunk-bytes: cpu_bytes_to_use divided by the number of chunks "
                 "that fit in it",
             )
@@ -48,7 +48,7 @@ def _primary_bytes(tier: Tier) -> int:
 def _pool_bytes(
     tier: Tier, config: "TierConfig", chunk_bytes: int | None
 ) -> int | None:
-    """Bytes of one rank's own pool; ``None`` where that cannot be told."""
+    """Bytes of one rank's own pool; ``None`` if they are not known."""
     from vllm.v1.kv_offload.tiering.kvcr.backend.setup import Primary, pool_slots
 
     if config.kvcr_service_socket_path is not None:
@@ -100,12 +100,12 @@ def _memlock(needed: int) -> Finding:
     known = {"limit": None if unlimited else soft, "needed": needed, "rdma": rdma}
     if unlimited:
         return ok("memlock is unlimited", **known)
-    text = f"memlock is {size(soft)}, and {size(needed)} are to be registered"
+    text = f"memlock is {size(soft)}, and {size(needed)} will be registered"
     if soft >= needed > 0:
         return ok(text, **known)
     remedy = "ulimit -l unlimited, LimitMEMLOCK=infinity, or docker's --ulimit memlock"
     if rdma:
         return fail(text + " with an RDMA device, which pins them", remedy, **known)
     return warn(
-        text + "; RDMA devices, which need that, were not found", remedy, **known
+        text + "; only RDMA devices need more, and none was found", remedy, **known
     )

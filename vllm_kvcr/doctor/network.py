@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Ports that must be free, and the host that peers are told to dial."""
+"""Checks that ports are free, and that the host that peers dial is right."""
 
 import contextlib
 import errno
@@ -58,7 +58,7 @@ def _refused(config: "TierConfig", port: int, error: OSError) -> Finding:
     where = f"port {port} on {config.control_host}"
     if error.errno != errno.EADDRINUSE:
         return fail(
-            f"{where} cannot be listened on: {error.strerror or error}",
+            f"this engine cannot listen on {where}: {error.strerror or error}",
             "set control_host to an address of this machine, or 0.0.0.0",
             port=port,
         )
@@ -74,7 +74,7 @@ def _refused(config: "TierConfig", port: int, error: OSError) -> Finding:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there.
+    """Make a socket that listens there.
 
     Raises:
         OSError: the host is unknown, or the port is taken.
@@ -86,7 +86,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listener_of(port: int) -> int | None:
-    """The process that listens on a port, where this user may know it."""
+    """The process that listens on a port, if this user may see it."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if (
@@ -139,7 +139,7 @@ def _check_host(host: str, is_default: bool, port: int) -> Iterator[Finding]:
         yield fail(
             f"{host} ({origin}, {', '.join(addresses)}) cannot be dialled on port "
             f"{port}: {refusal.strerror or refusal}",
-            remedy + "; control_host has to cover it",
+            remedy + "; control_host must include that address",
             **known,
         )
     elif all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in addresses):
@@ -158,8 +158,8 @@ def _check_host(host: str, is_default: bool, port: int) -> Iterator[Finding]:
 def _check_events(setting: Setting) -> Iterator[Finding]:
     if setting.events.get("publisher", "zmq") != "zmq":
         yield warn(
-            f"the events' publisher is {setting.events['publisher']!r}: no router "
-            "hears of any block",
+            f"the events' publisher is {setting.events['publisher']!r}, so routers "
+            "learn of no block",
             'set "publisher": "zmq" in --kv-events-config',
         )
         return
@@ -167,7 +167,7 @@ def _check_events(setting: Setting) -> Iterator[Finding]:
     if not any(mark in endpoint for mark in _BOUND):
         yield warn(
             f"vLLM connects to the events' endpoint {endpoint} instead of listening on "
-            "it; without a subscriber that binds there, nobody hears of any block",
+            "it; unless a subscriber binds there, routers learn of no block",
             'to listen, set "endpoint": "tcp://*:5557" in --kv-events-config',
             endpoint=endpoint,
         )

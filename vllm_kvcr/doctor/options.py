@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whether vLLM would take the configuration, and the tier its options."""
+"""Checks whether vLLM would accept the configuration, and the tier its options."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,8 +18,8 @@ def check(setting: Setting) -> Iterator[Finding]:
         return
     if not setting.offloading:
         yield fail(
-            f"kv_connector is {setting.transfer.get('kv_connector')!r}: tiers belong "
-            "to OffloadingConnector",
+            f"kv_connector is {setting.transfer.get('kv_connector')!r}, but only "
+            "OffloadingConnector has tiers",
             'set "kv_connector": "OffloadingConnector"',
         )
         return
@@ -80,7 +80,7 @@ def _check_tier(tier: Tier, setting: Setting) -> Iterator[Finding]:
         elif config.serves_peers:
             yield warn(
                 warning,
-                "turn them on with --kv-events-config if a router is to know these "
+                "turn them on with --kv-events-config if routers should know these "
                 "blocks",
             )
     yield ok(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The report: a table for people, a record for a bug report."""
+"""The report: a table for people, and a record for bug reports."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ _HIDDEN = "<hidden>"
 _SECRET_MAPPINGS = ("backend_options",)
 _SECRET_NAMES = ("secret", "password", "passwd", "token", "credential", "access_key")
 _LEAST_SECRET = 4
-"""Shorter values are not searched for: they would hide parts of other words."""
+"""Shorter values are not hidden, since parts of other words would be hidden, too."""
 _COLOURS = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
@@ -29,7 +29,7 @@ class Entry:
 
 
 def record(entries: Iterable[Entry], configs: Iterable[Any]) -> dict[str, Any]:
-    """The report as built-in types, with what is secret in ``configs`` taken out."""
+    """The report as built-in types, without the secrets in ``configs``."""
     entries = list(entries)
     counts = Counter(entry.finding.status for entry in entries)
     secrets = sorted(_secrets(list(configs)), key=len, reverse=True)
@@ -75,7 +75,7 @@ def show(report: Mapping[str, Any]) -> None:
 
 
 def _secrets(value: Any, inside: bool = False) -> set[str]:
-    """Each value that may be a secret, as it could appear in a message."""
+    """All values that may be secrets, as they could appear in messages."""
     if isinstance(value, Mapping):
         return {
             secret

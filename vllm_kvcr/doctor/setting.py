@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the operator means to run: the JSON that vLLM would be given."""
+"""The configuration to check: the JSON that vLLM would be given."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -14,13 +14,13 @@ from vllm_kvcr.plugin import TIER_TYPE, register
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.kvcr.config import TierConfig
 
-# What vLLM's factory takes for itself.
+# Keys that vLLM's factory uses itself.
 _NOT_OPTIONS = ("type", "module_path", "backpressure")
 _CONNECTOR = "OffloadingConnector"
 
 
 class UnreadableConfig(ValueError):
-    """What was given is not the JSON that vLLM takes; the text says why."""
+    """The input is not JSON as vLLM takes it; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Tier:
 
     options: Mapping[str, Any]
     connector: Mapping[str, Any]
-    """``kv_connector_extra_config`` around it."""
+    """The ``kv_connector_extra_config`` that contains the tier."""
 
     @cached_property
     def _parsed(self) -> "tuple[TierConfig | None, str | None]":
@@ -43,12 +43,12 @@ class Tier:
 
     @property
     def config(self) -> "TierConfig | None":
-        """The options, where they are valid."""
+        """The options, if they are valid."""
         return self._parsed[0]
 
     @property
     def error(self) -> str | None:
-        """Why they are not."""
+        """Why the options are not valid."""
         return self._parsed[1]
 
 
@@ -58,8 +58,8 @@ class Setting:
 
     Args:
         transfer: The value of ``--kv-transfer-config``; ``None`` if it was not given.
-        events: That of ``--kv-events-config``.
-        chunk_bytes: Bytes of one chunk of the primary tier, where they are known.
+        events: The value of ``--kv-events-config``.
+        chunk_bytes: Bytes of one chunk of the primary tier, if they are known.
     """
 
     transfer: Mapping[str, Any] | None = None
@@ -68,12 +68,12 @@ class Setting:
 
     @cached_property
     def offloading(self) -> list[Mapping[str, Any]]:
-        """Each ``OffloadingConnector`` in it, also inside a ``MultiConnector``."""
+        """Each ``OffloadingConnector``, also inside a ``MultiConnector``."""
         return [] if self.transfer is None else list(_offloading(self.transfer))
 
     @cached_property
     def tiers(self) -> list[Tier]:
-        """Each kvcr tier in it."""
+        """Each kvcr tier."""
         found = []
         for connector in self.offloading:
             extra = connector.get("kv_connector_extra_config") or {}
@@ -85,7 +85,7 @@ class Setting:
 
     @property
     def valid(self) -> "list[tuple[Tier, TierConfig]]":
-        """The tiers whose options can be used."""
+        """The tiers whose options are valid."""
         return [(t, t.config) for t in self.tiers if t.config is not None]
 
     @property
@@ -103,10 +103,10 @@ def _offloading(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def read_json(given: str, option: str) -> dict[str, Any]:
-    """The JSON object that ``given`` is, or that the file of that name holds.
+    """Parse ``given`` as a JSON object, or else read the file of that name.
 
     Raises:
-        UnreadableConfig: it is neither.
+        UnreadableConfig: neither is possible.
     """
     text, origin = given, option
     if not given.lstrip().startswith(("{", "[")):
@@ -124,6 +124,6 @@ def read_json(given: str, option: str) -> dict[str, Any]:
         raise UnreadableConfig(f"{origin}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise UnreadableConfig(
-            f"{origin}: a JSON object is needed, not {type(value).__name__}"
+            f"{origin}: must be a JSON object, not {type(value).__name__}"
         )
     return value

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whether the installed releases can work together."""
+"""Checks whether the installed releases can work together."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Asks vLLM, in a fresh process, which adapter its type ``kvcr`` is."""
+"""Asks vLLM, in a fresh process, which adapter serves its type ``kvcr``."""
 
 import importlib.util
 import inspect
@@ -13,7 +13,7 @@ from vllm_kvcr.plugin import TIER_PACKAGE, TIER_TYPE
 def main() -> None:
     from vllm.plugins import load_general_plugins
 
-    # As each of vLLM's processes does, with VLLM_PLUGINS as it is here.
+    # Each of vLLM's processes does this, with VLLM_PLUGINS as it is set here.
     load_general_plugins()
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 

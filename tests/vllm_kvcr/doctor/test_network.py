@@ -10,7 +10,7 @@ import pytest
 
 from tests.vllm_kvcr.doctor.asking import PEERS, ask, failures, setting, the_only
 from vllm_kvcr.doctor.finding import Status
-from vllm_kvcr.doctor.loopback import free_ports
+from vllm_kvcr.ports import free_ports
 
 LOOPBACK = {"control_host": "127.0.0.1", "control_advertise_host": "127.0.0.1"}
 
@@ -48,7 +48,7 @@ def test_a_port_in_use_names_who_has_it(taken):
 def test_an_address_of_another_machine_cannot_be_listened_on():
     (port,) = free_ports(1)
     away = peers(port, control_host="192.0.2.1")
-    assert any("cannot be listened on" in t for t in failures("network", setting(away)))
+    assert any("cannot listen on" in t for t in failures("network", setting(away)))
 
 
 def test_a_loopback_that_is_advertised_is_a_warning():

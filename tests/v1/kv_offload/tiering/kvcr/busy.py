@@ -7,13 +7,8 @@ from typing import Any
 
 from kvcr.types import TransferError
 
-from tests.v1.kv_offload.tiering.kvcr.rig import (
-    StandinRig,
-    hint,
-    hinted_request,
-    key,
-    keys,
-)
+from tests.v1.kv_offload.tiering.kvcr.builders import hint, key, keys, request
+from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig
 from tests.v1.kv_offload.tiering.kvcr.standin import RecordingParent
 from vllm.v1.kv_offload.base import LookupResult
 
@@ -42,7 +37,7 @@ def in_thread(work: Any) -> threading.Thread:
 
 def use_everything(rig: StandinRig) -> None:
     """Call each method once; nothing may come out."""
-    context = hinted_request("late", hint())
+    context = request("late", hint())
     rig.tier.on_new_request(context)
     assert rig.lookup(key(1), "late") is LookupResult.MISS
     rig.tier.touch([key(1)], context)

@@ -26,8 +26,9 @@ import pytest
 from kvcr.policy import FIFOPolicy
 from kvcr.types import BlockMeta, CacheTier, PlacementAction, PlacementDecision
 
-from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, Rig, key, keys, samples
-from tests.v1.kv_offload.tiering.kvcr.standin import RecordingParent, partial_spec
+from tests.v1.kv_offload.tiering.kvcr.builders import key, keys, make_spec
+from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, Rig, samples
+from tests.v1.kv_offload.tiering.kvcr.standin import RecordingParent
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadKey,
@@ -268,7 +269,7 @@ class TierContract(BlockContract):
     # --- reports -----------------------------------------------------------------
 
     def test_events_balance(self, rigs: Any) -> None:
-        rig = rigs(spec=partial_spec(events=True, described=True))
+        rig = rigs(spec=make_spec(events=True, described=True))
         held: Counter[tuple[OffloadKey, Any]] = Counter()
         everything = self.fresh(self.capacity + 6)
         for number, each in enumerate(everything):

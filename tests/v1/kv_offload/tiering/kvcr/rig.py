@@ -2,9 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A kvcr tier with a primary tier's memory under it, ready to be driven by a test."""
 
-import contextlib
-import random
-import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,74 +10,29 @@ from unittest import mock
 import numpy as np
 from kvcr.types import OpEntryStatus
 
+from tests.v1.kv_offload.tiering.kvcr.builders import make_spec
 from tests.v1.kv_offload.tiering.kvcr.standin import (
     ChannelStandin,
     KvcrStandin,
     MmapStandin,
-    partial_spec,
 )
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
-from vllm.v1.kv_offload.base import (
-    LookupResult,
-    OffloadKey,
-    ReqContext,
-    get_offload_block_hash,
-    make_offload_key,
-)
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.kvcr import manager
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import IGNORED_HINTS, LOST_BLOCKS
 
 ROW_BYTES = 4096
 PATIENCE_S = 30.0
-LOCALHOST = "127.0.0.1"
 
 
-def key(number: int, group: int = 0) -> OffloadKey:
-    return make_offload_key(number.to_bytes(32, "big"), group)
+class Clock:
+    """A clock that stands still until a test moves it."""
 
+    def __init__(self, now: float | None = None) -> None:
+        self.now = time.monotonic() if now is None else now
 
-def keys(count: int, first: int = 0) -> list[OffloadKey]:
-    return [key(number) for number in range(first, first + count)]
-
-
-def router_hash(offload_key: OffloadKey) -> int | bytes:
-    """The block hash that a router knows a key by."""
-    return maybe_convert_block_hash(BlockHash(get_offload_block_hash(offload_key)))
-
-
-def hint(
-    hinted: Iterable[OffloadKey] = (), endpoint: str = "tcp://10.9.9.9:7001"
-) -> dict[str, Any]:
-    """Routing metadata that KVCR understands."""
-    payload = {
-        "source_control_endpoint": endpoint,
-        "block_hashes": [router_hash(each) for each in hinted] or [1],
-    }
-    return {
-        "protocol_version": "0.1",
-        "message_id": "m",
-        "actions": [
-            {
-                "action_id": "a",
-                "action_type": "kv.fetch",
-                "action_version": "1.0",
-                "payload": payload,
-            }
-        ],
-    }
-
-
-def hinted_request(request_id: str, value: Any) -> ReqContext:
-    return ReqContext(request_id, {"kv_hint": value})
-
-
-def free_port() -> int:
-    """A port below those that the system hands out by itself at any moment."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
-        with contextlib.suppress(OSError), socket.create_server((LOCALHOST, port)):
-            return port
-    raise OSError("no free port")
+    def __call__(self) -> float:
+        return self.now
 
 
 def wait_until(done: Callable[[], Any], what: str) -> Any:
@@ -112,7 +64,7 @@ class Rig:
         self.memory = np.zeros((rows, row_bytes), np.uint8)
         self.view = memoryview(self.memory)
         self.tier = manager.KVCRSecondaryTierManager(
-            spec or partial_spec(), self.view, "kvcr", detector, **options
+            spec or make_spec(), self.view, "kvcr", detector, **options
         )
         self.given: list[int] = []
         self.finished: dict[int, JobResult] = {}
@@ -176,7 +128,7 @@ class Rig:
 
     def know(self, endpoint: str) -> None:
         """Count a peer as introduced, where first contact is not what is tested."""
-        self.tier._liveness.heard(endpoint)
+        self.tier._staging._liveness.heard(endpoint)
 
     def introduce(self, offload_key: OffloadKey, request_id: str = "r") -> None:
         """Have the peer that a request is hinted at answer for the first time."""

@@ -9,7 +9,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, free_port
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port
+from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES
 
 DIGEST = "kvcr-test"
 _START_S = 60.0

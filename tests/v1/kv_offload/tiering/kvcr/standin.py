@@ -11,7 +11,6 @@ import itertools
 import mmap
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +33,6 @@ from kvcr.types import (
 
 from vllm.v1.kv_offload.base import (
     LookupResult,
-    OffloadingKVEventsConfig,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
@@ -339,18 +337,6 @@ class MmapStandin:
     def mmap(self, fileno: int, length: int) -> mmap.mmap:
         self.made.append(mmap.mmap(fileno, length))
         return self.made[-1]
-
-
-def partial_spec(
-    local_rank: int | None = None, *, events: bool = False, described: bool = False
-) -> Any:
-    """An offloading spec with only what is sure to be there."""
-    return SimpleNamespace(
-        config=SimpleNamespace(
-            parallel=SimpleNamespace(data_parallel_rank_local=local_rank)
-        ),
-        kv_events_config=OffloadingKVEventsConfig(events, described),
-    )
 
 
 class RecordingParent(ParentManager):

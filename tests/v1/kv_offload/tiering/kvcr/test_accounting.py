@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kvcr.types import OpEntryStatus
 
-from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig, key
+from tests.v1.kv_offload.tiering.kvcr.builders import key
+from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig
 from tests.v1.kv_offload.tiering.kvcr.standin import (
     AT_PEER,
     FAILED,

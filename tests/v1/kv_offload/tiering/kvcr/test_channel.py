@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from kvcr.control_channels import ZmqPeerControlChannel
 
-from tests.v1.kv_offload.tiering.kvcr.rig import LOCALHOST, free_port, wait_until
+from tests.v1.kv_offload.tiering.kvcr.builders import LOCALHOST, free_port
+from tests.v1.kv_offload.tiering.kvcr.rig import wait_until
 from vllm.v1.kv_offload.tiering.kvcr.peers import channel as module
 from vllm.v1.kv_offload.tiering.kvcr.peers import connections
 from vllm.v1.kv_offload.tiering.kvcr.peers.channel import PeerChannel, guard_channel

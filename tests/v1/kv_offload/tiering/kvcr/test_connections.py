@@ -12,7 +12,8 @@ import psutil
 import pytest
 import zmq
 
-from tests.v1.kv_offload.tiering.kvcr.rig import LOCALHOST, free_port, wait_until
+from tests.v1.kv_offload.tiering.kvcr.builders import LOCALHOST, free_port
+from tests.v1.kv_offload.tiering.kvcr.rig import wait_until
 from vllm.v1.kv_offload.tiering.kvcr.peers import connections as module
 from vllm.v1.kv_offload.tiering.kvcr.peers.connections import (
     MAX_CONNECTIONS,

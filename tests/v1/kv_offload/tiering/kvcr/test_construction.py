@@ -11,15 +11,9 @@ import numpy as np
 import pytest
 from kvcr.policy import FIFOPolicy, G3FIFOPolicy, G3LRUPolicy, LRUPolicy
 
+from tests.v1.kv_offload.tiering.kvcr.builders import key, keys, make_spec
 from tests.v1.kv_offload.tiering.kvcr.conftest import LogLines
-from tests.v1.kv_offload.tiering.kvcr.rig import (
-    ROW_BYTES,
-    StandinRig,
-    key,
-    keys,
-    wait_until,
-)
-from tests.v1.kv_offload.tiering.kvcr.standin import partial_spec
+from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig, wait_until
 from vllm.v1.kv_offload.base import Locality, ReqContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.kvcr import manager
@@ -148,7 +142,7 @@ def test_a_pool_that_holds_no_chunk_is_refused() -> None:
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_local_rank_has_files_of_its_own(paths: Any, rank: int) -> None:
-    rig = StandinRig(spec=partial_spec(rank), g3=G3 | {"paths": paths})
+    rig = StandinRig(spec=make_spec(local_rank=rank), g3=G3 | {"paths": paths})
     assert rig.kvcr.backend_configs.g3.paths == (Path(f"/nvme/kv-{rank}"),)
 
 
@@ -165,7 +159,7 @@ def test_a_rank_without_files_of_its_own_is_refused(
     paths: Any, rank: int | None, names: list[str]
 ) -> None:
     with pytest.raises(ValueError, match="kvcr tier") as refused:
-        StandinRig(spec=partial_spec(rank), g3=G3 | {"paths": paths})
+        StandinRig(spec=make_spec(local_rank=rank), g3=G3 | {"paths": paths})
     for name in names:
         assert name in str(refused.value)
 
@@ -173,7 +167,7 @@ def test_a_rank_without_files_of_its_own_is_refused(
 def test_the_first_of_several_ranks_does_not_take_files_that_all_would() -> None:
     with pytest.raises(ValueError, match=r"rank 0 would share '/nvme/kv'"):
         StandinRig(
-            spec=partial_spec(0),
+            spec=make_spec(local_rank=0),
             control_ports=[7001, 7002],
             secondary_g2_slots=4,
             g3=G3 | {"paths": "/nvme/kv"},
@@ -221,7 +215,7 @@ def test_without_control_ports_there_is_no_channel() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_local_rank_picks_the_port_and_the_guard(rank: int) -> None:
     options = SERVICE | {"control_ports": [7001, 7002]}
-    rig = StandinRig(spec=partial_spec(rank), **options)
+    rig = StandinRig(spec=make_spec(local_rank=rank), **options)
     assert rig.channels[0].arguments[1] == [7001, 7002][rank]
     guard = rig.kvcr.guard_config
     assert guard.guard_index == rank
@@ -235,7 +229,7 @@ def test_without_a_rank_the_guard_is_the_first() -> None:
 
 def test_a_rank_without_a_port_is_refused() -> None:
     with pytest.raises(ValueError, match=r"control_ports.*rank 1"):
-        StandinRig(spec=partial_spec(1), control_ports=[7001])
+        StandinRig(spec=make_spec(local_rank=1), control_ports=[7001])
 
 
 def test_the_services_pool_goes_before_an_own_one(tier_log: LogLines) -> None:
@@ -332,8 +326,8 @@ def test_events_of_owned_blocks_have_to_describe_themselves(
     options: dict[str, Any],
 ) -> None:
     with pytest.raises(ValueError, match="self_describing_kv_events"):
-        StandinRig(spec=partial_spec(events=True), **options)
-    rig = StandinRig(spec=partial_spec(events=True, described=True), **options)
+        StandinRig(spec=make_spec(events=True), **options)
+    rig = StandinRig(spec=make_spec(events=True, described=True), **options)
     assert rig.kvcr.bindings.inventory_sink is not None
 
 
@@ -341,15 +335,15 @@ def test_events_of_owned_blocks_have_to_describe_themselves(
 def test_with_events_off_a_warning_says_what_is_not_published(
     options: dict[str, Any], tier_log: LogLines
 ) -> None:
-    rig = StandinRig(spec=partial_spec(events=False), **options)
+    rig = StandinRig(spec=make_spec(events=False), **options)
     rig.kvcr.publish(key(1))
     assert not rig.tier.take_events()
-    assert any("not be published" in text for text in tier_log.texts())
+    assert any("KV events are off" in text for text in tier_log.texts())
 
 
 def test_a_tier_that_owns_nothing_has_nothing_to_describe(tier_log: LogLines) -> None:
-    StandinRig(spec=partial_spec(events=True), control_ports=[7001])
-    StandinRig(spec=partial_spec(events=False), control_ports=[7001])
+    StandinRig(spec=make_spec(events=True), control_ports=[7001])
+    StandinRig(spec=make_spec(events=False), control_ports=[7001])
     assert tier_log.texts() == []
 
 
@@ -359,7 +353,7 @@ def test_a_tier_that_owns_nothing_has_nothing_to_describe(tier_log: LogLines) ->
 def build_on(view: memoryview) -> Any:
     with mock.patch.object(manager, "KVCR") as kvcr:
         tier = manager.KVCRSecondaryTierManager(
-            partial_spec(), view, "kvcr", secondary_g2_slots=1
+            make_spec(), view, "kvcr", secondary_g2_slots=1
         )
     assert kvcr.called
     return tier
@@ -393,7 +387,7 @@ def test_one_byte_a_chunk_goes_there_and_back_on_the_real_kvcr() -> None:
     memory = np.arange(64, dtype=np.uint8)
     view = memoryview(memory)
     tier = manager.KVCRSecondaryTierManager(
-        partial_spec(), view, "kvcr", secondary_g2_slots=8
+        make_spec(), view, "kvcr", secondary_g2_slots=8
     )
 
     def run(job_id: int, chunks: list[int], is_load: bool) -> Any:
@@ -448,7 +442,7 @@ def test_a_view_that_would_give_wrong_addresses_is_refused(view: memoryview) -> 
         pytest.raises(ValueError, match="primary tier"),
     ):
         manager.KVCRSecondaryTierManager(
-            partial_spec(), view, "kvcr", secondary_g2_slots=1
+            make_spec(), view, "kvcr", secondary_g2_slots=1
         )
     assert not kvcr.called
 

@@ -9,28 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.builders import (
+    LOCALHOST,
+    free_port,
+    hint,
+    keys,
+    request,
+)
 from tests.v1.kv_offload.tiering.kvcr.contract import (
     BlockContract,
     PullContract,
     SourceContract,
     TierContract,
 )
-from tests.v1.kv_offload.tiering.kvcr.rig import (
-    LOCALHOST,
-    ROW_BYTES,
-    Rig,
-    StandinRig,
-    free_port,
-    hint,
-    hinted_request,
-    keys,
-    wait_until,
-)
+from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, Rig, StandinRig, wait_until
 from tests.v1.kv_offload.tiering.kvcr.service import Service
-from tests.v1.kv_offload.tiering.kvcr.standin import (
-    KeepingStandin,
-    RecordingParent,
-)
+from tests.v1.kv_offload.tiering.kvcr.standin import KeepingStandin, RecordingParent
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 # Not to be mistaken for a dead KVCR where other work takes the processors.
@@ -122,7 +116,7 @@ class RealPeers(PullContract):
     ) -> dict[OffloadKey, bytes | None]:
         (port,) = source.tier._config.control_ports or ()
         endpoint = f"tcp://{LOCALHOST}:{port}"
-        context = hinted_request("pull", hint(wanted, endpoint))
+        context = request("pull", hint(wanted, endpoint))
         self.sink.know(endpoint)
         self.sink.tier.on_new_request(context)
         assert self.sink.hits(wanted, "pull") == list(wanted)

@@ -14,7 +14,8 @@ from kvcr.types import (
     PlacementFailure,
 )
 
-from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig, key
+from tests.v1.kv_offload.tiering.kvcr.builders import key
+from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig
 from tests.v1.kv_offload.tiering.kvcr.standin import FAILED
 from vllm.v1.kv_offload.tiering.kvcr.reports import disk
 from vllm.v1.kv_offload.tiering.kvcr.reports.disk import DiskWatch

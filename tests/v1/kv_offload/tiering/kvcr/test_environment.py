@@ -145,7 +145,7 @@ def test_kvcr_absent(fitting: Callable[..., Packages]) -> None:
 
 def test_the_placeholder_in_place_of_kvcr(fitting: Callable[..., Packages]) -> None:
     text = fitting(kvcr=None, nvidia_kvcr="0.0.1").refused()
-    assert "nvidia-kvcr is, which is only a placeholder" in text
+    assert "not installed, only nvidia-kvcr, which is a placeholder" in text
     assert "nvidia-kvcr 0.0.1" in found_in(text)
     assert fix(text).startswith("pip uninstall -y nvidia-kvcr && pip install 'kvcr")
 
@@ -165,7 +165,7 @@ def test_another_nixl_than_kvcr_requires(
 ) -> None:
     packages = fitting(nixl=version, nixl_cu12=version, nixl_cu13=version)
     text = packages.refused()
-    assert f"nixl is {version}, and kvcr 0.1.1 requires nixl==1.5.0" in text
+    assert f"nixl is {version}, but kvcr 0.1.1 requires nixl==1.5.0" in text
     assert fix(text).endswith("nixl==1.5.0 nixl-cu13==1.5.0")
 
 
@@ -196,7 +196,7 @@ def test_the_wheel_that_nixl_loads_is_of_another_release(
 ) -> None:
     text = fitting(torch=torch, **{used: "1.3.2"}).refused()
     wheel = used.replace("_", "-")
-    assert f"nixl is 1.5.0, and {wheel}, which it loads, is 1.3.2" in text
+    assert f"nixl is 1.5.0, but {wheel}, which it loads, is 1.3.2" in text
     assert fix(text).endswith(f"nixl==1.5.0 {wheel}==1.5.0")
 
 
@@ -207,7 +207,7 @@ def test_a_wheel_alone_is_held_to_what_kvcr_requires(
     found = fitting(nixl=None, nixl_cu13="1.3.2").look()
     found.importable.add("nixl")
     error = environment.refusal(found)
-    assert "nixl-cu13 is 1.3.2, and kvcr 0.1.1 requires nixl==1.5.0" in str(error)
+    assert "nixl-cu13 is 1.3.2, but kvcr 0.1.1 requires nixl==1.5.0" in str(error)
 
 
 def test_wheels_that_overwrite_each_other(packages: Packages) -> None:
@@ -245,7 +245,7 @@ def test_metadata_whose_files_are_gone(
     found = fitting().look()
     found.importable.remove(package)
     text = str(environment.refusal(found))
-    assert "is installed, and its files are gone" in text
+    assert "is installed, but its files are missing" in text
     assert "--force-reinstall" in fix(text)
 
 
@@ -267,7 +267,7 @@ def test_a_name_that_is_gone(
     found = fitting().look()
     monkeypatch.delattr(module, name)
     text = str(environment.refusal(found))
-    assert f"{package} is too old or too new, it lacks" in text
+    assert f"{package} is too old or too new: it lacks" in text
     assert name in text
     distribution = package.partition(" ")[0]
     assert fix(text).startswith(f"pip install '{distribution}>=")

@@ -5,7 +5,8 @@
 import random
 from collections.abc import Callable, Sequence
 
-from tests.v1.kv_offload.tiering.kvcr.rig import Rig, keys
+from tests.v1.kv_offload.tiering.kvcr.builders import keys
+from tests.v1.kv_offload.tiering.kvcr.rig import Rig
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 

@@ -7,21 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.builders import hint, key, keys, request
 from tests.v1.kv_offload.tiering.kvcr.busy import (
     busy_rig,
     in_thread,
     transfer_error,
     use_everything,
 )
-from tests.v1.kv_offload.tiering.kvcr.rig import (
-    StandinRig,
-    hint,
-    hinted_request,
-    key,
-    keys,
-    samples,
-    wait_until,
-)
+from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig, samples, wait_until
 from tests.v1.kv_offload.tiering.kvcr.standin import (
     FAILED,
     HIT,
@@ -34,6 +27,11 @@ from vllm.v1.kv_offload.tiering.kvcr.backend import closing
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 
 DEAD = RuntimeError("progress thread died")
+INTO_PRIMARY = {
+    "op_handle": 1,
+    "destination_regions": [object()],
+    "destination_owner": "framework",
+}
 
 # --- a KVCR that is gone ---------------------------------------------------------
 
@@ -106,12 +104,12 @@ def test_loads_under_way_stay_reserved_until_native_code_has_stopped() -> None:
         ("get_stats", lambda rig: rig.tier.get_stats()),
         (
             "submit_hint",
-            lambda rig: rig.tier.on_new_request(hinted_request("x", hint())),
+            lambda rig: rig.tier.on_new_request(request("x", hint())),
         ),
         (
             "discard_hint",
             lambda rig: (
-                rig.tier.on_new_request(hinted_request("x", hint())),
+                rig.tier.on_new_request(request("x", hint())),
                 rig.tier.on_request_finished(ReqContext("x")),
             ),
         ),
@@ -181,18 +179,13 @@ def test_a_load_whose_memory_is_uncertain_is_held_until_it_is_quiesced() -> None
     rig = StandinRig(control_ports=[7001], remote_landing="primary")
     tell = rig.kvcr.bindings.on_resilience_event
     rig.load(keys(2), range(2))
-    fields = {
-        "op_handle": 1,
-        "destination_regions": [object()],
-        "destination_owner": "framework",
-    }
-    tell(transfer_error("uncertain", **fields))
+    tell(transfer_error("uncertain", **INTO_PRIMARY))
     rig.kvcr.complete_all(FAILED)
     assert rig.poll() == []
     drain = in_thread(rig.tier.drain_jobs)
     drain.join(0.05)
     assert drain.is_alive()
-    tell(transfer_error("quiesced", **fields))
+    tell(transfer_error("quiesced", **INTO_PRIMARY))
     drain.join(10)
     assert not drain.is_alive()
     assert [result.success for result in rig.poll()] == [False]
@@ -202,16 +195,11 @@ def test_the_first_outcome_of_a_load_that_is_held_counts() -> None:
     rig = StandinRig(control_ports=[7001], remote_landing="primary")
     tell = rig.kvcr.bindings.on_resilience_event
     rig.load(keys(2), range(2))
-    fields = {
-        "op_handle": 1,
-        "destination_regions": [object()],
-        "destination_owner": "framework",
-    }
-    tell(transfer_error("uncertain", **fields))
+    tell(transfer_error("uncertain", **INTO_PRIMARY))
     rig.kvcr.complete_all(SUCCESS)
     rig.kvcr.complete_all(FAILED)
     assert rig.poll() == []
-    tell(transfer_error("quiesced", **fields))
+    tell(transfer_error("quiesced", **INTO_PRIMARY))
     assert [result.success for result in rig.poll()] == [True]
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The files of g3 at start: what is refused, what is made anew, what is left behind.
+"""The files of g3 at start: what is refused, what is recreated, what is left behind.
 
 Over the real KVCR and NIXL, which open the files.
 """
@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_spec
 from tests.v1.kv_offload.tiering.kvcr.conftest import LogLines
-from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, Rig, free_port
+from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, Rig
 from tests.v1.kv_offload.tiering.kvcr.service import Service
-from tests.v1.kv_offload.tiering.kvcr.standin import partial_spec
 from vllm.v1.kv_offload.tiering.kvcr.backend import files
 from vllm.v1.kv_offload.tiering.kvcr.config import OptionError
 
@@ -71,7 +71,7 @@ def test_a_file_of_another_size_is_made_anew(
     with started(path):
         assert content(folder) == {"kv": SIZE}
         assert not any(path.read_bytes())
-    (line,) = [text for text in tier_log.texts() if "made anew" in text]
+    (line,) = [text for text in tier_log.texts() if "recreated" in text]
     for part in (str(path), str(before), str(SIZE)):
         assert part in line
 
@@ -83,7 +83,7 @@ def test_a_file_of_that_size_is_taken_as_it_is(
         pass
     with started(folder / "kv"):
         assert content(folder) == {"kv": SIZE}
-    assert not any("made anew" in text for text in tier_log.texts())
+    assert not any("recreated" in text for text in tier_log.texts())
 
 
 def test_a_service_keeps_what_a_file_holds(folder: Path) -> None:
@@ -255,12 +255,12 @@ def test_a_file_that_was_taken_in_between_is_told_the_same_way(
 def test_ranks_have_files_of_their_own(folder: Path) -> None:
     paths = str(folder / "kv-{rank}")
     with (
-        started(paths, spec=partial_spec(0)),
-        started(paths, spec=partial_spec(1)),
+        started(paths, spec=make_spec(local_rank=0)),
+        started(paths, spec=make_spec(local_rank=1)),
     ):
         assert content(folder) == {"kv-0": SIZE, "kv-1": SIZE}
     with pytest.raises(OptionError, match=r"rank 1 would share .*/kv'"):
-        Rig(**options(folder / "kv", spec=partial_spec(1)))
+        Rig(**options(folder / "kv", spec=make_spec(local_rank=1)))
 
 
 def test_a_port_is_refused_before_a_file_is_made(folder: Path) -> None:

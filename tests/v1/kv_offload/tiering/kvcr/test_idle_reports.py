@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from kvcr import TRANSFER_BYTES_METRIC
 
-from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig, key
+from tests.v1.kv_offload.tiering.kvcr.builders import key
+from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig
 from tests.v1.kv_offload.tiering.kvcr.standin import RecordingParent
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc

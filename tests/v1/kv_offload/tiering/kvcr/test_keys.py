@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.v1.kv_offload.tiering.kvcr.rig import key
+from tests.v1.kv_offload.tiering.kvcr.builders import key
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec

@@ -5,14 +5,9 @@
 import random
 from typing import Any
 
+from tests.v1.kv_offload.tiering.kvcr.builders import hint, key, keys, request
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.probe import Probe
-from tests.v1.kv_offload.tiering.kvcr.rig import (
-    StandinRig,
-    hint,
-    hinted_request,
-    key,
-    keys,
-)
+from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig
 from tests.v1.kv_offload.tiering.kvcr.standin import (
     AT_PEER,
     FAILED,
@@ -47,7 +42,7 @@ class Play:
         name = f"r{number}"
         context: Any = ReqContext(name)
         if self.random.random() < 0.3:
-            context = hinted_request(name, self.random.choice(HINTS))
+            context = request(name, self.random.choice(HINTS))
         self.rig.tier.on_new_request(context)
         self.running.append(context)
         for each in keys(4):

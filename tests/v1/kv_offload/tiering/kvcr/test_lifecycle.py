@@ -8,21 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.builders import key, keys
 from tests.v1.kv_offload.tiering.kvcr.busy import (
     busy_rig,
     in_thread,
     use_everything,
 )
-from tests.v1.kv_offload.tiering.kvcr.rig import (
-    StandinRig,
-    key,
-    keys,
-    wait_until,
-)
-from tests.v1.kv_offload.tiering.kvcr.standin import (
-    FAILED,
-    KvcrStandin,
-)
+from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig, wait_until
+from tests.v1.kv_offload.tiering.kvcr.standin import FAILED, KvcrStandin
 from vllm.v1.kv_offload.tiering.kvcr import manager
 from vllm.v1.kv_offload.tiering.kvcr.backend import start
 

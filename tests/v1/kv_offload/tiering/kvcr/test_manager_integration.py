@@ -12,21 +12,20 @@ import numpy as np
 import pytest
 from kvcr import TRANSFER_BLOCKS_METRIC
 
+from tests.v1.kv_offload.tiering.kvcr.builders import (
+    LOCALHOST,
+    free_port,
+    hint,
+    key,
+    keys,
+    request,
+)
 from tests.v1.kv_offload.tiering.kvcr.contract import (
     DeclinesOddBlocks,
     check_declared,
     is_declined,
 )
-from tests.v1.kv_offload.tiering.kvcr.rig import (
-    LOCALHOST,
-    ROW_BYTES,
-    free_port,
-    hint,
-    hinted_request,
-    key,
-    keys,
-    wait_until,
-)
+from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, wait_until
 from tests.v1.kv_offload.tiering.kvcr.vllm_engine import Engine
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
@@ -265,8 +264,8 @@ def test_after_a_reset_nothing_touches_the_primary_tier(engine_of: MakeEngine) -
 
     tier = source.tiers[0]
     endpoint = f"tcp://{LOCALHOST}:{port}"
-    sink.tiers[0]._liveness.heard(endpoint)
-    pull = sink.begin(hinted_request("pull", hint(pulled, endpoint)))
+    sink.tiers[0]._staging._liveness.heard(endpoint)
+    pull = sink.begin(request("pull", hint(pulled, endpoint)))
     busy = source.begin(ReqContext("busy"))
 
     def pinned() -> bool:

@@ -15,12 +15,8 @@ from kvcr import (
 )
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tests.v1.kv_offload.tiering.kvcr.rig import (
-    StandinRig,
-    hinted_request,
-    key,
-    samples,
-)
+from tests.v1.kv_offload.tiering.kvcr.builders import key, request
+from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig, samples
 from tests.v1.kv_offload.tiering.kvcr.standin import KeepingStandin
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadPromMetrics,
@@ -178,7 +174,7 @@ def busy_stats(**options: Any) -> Any:
     rig.result_of(rig.store([key(1), key(2)], [0, 1]))
     rig.result_of(rig.load([key(1), key(3)], [2, 3]))
     rig.lookup(key(9))
-    rig.tier.on_new_request(hinted_request("r", 7))
+    rig.tier.on_new_request(request("r", 7))
     return rig.tier.get_stats()
 
 
@@ -212,6 +208,6 @@ def test_labels_are_from_bounded_sets() -> None:
     assert len(labels) == len(set(labels)) == len(Lost)
     rig = telemetry_rig(control_ports=[7001])
     for number in range(200):
-        rig.tier.on_new_request(hinted_request(f"r{number}", {"x": [number]}))
-        rig.tier.on_new_request(hinted_request(f"r{number}", number))
+        rig.tier.on_new_request(request(f"r{number}", {"x": [number]}))
+        rig.tier.on_new_request(request(f"r{number}", number))
     assert len(rig.ignored_hints()) <= 2

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvcr.types import CacheTier, InventoryEvent
 
-from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig, key, samples
+from tests.v1.kv_offload.tiering.kvcr.builders import key, make_spec
+from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig, samples
 from tests.v1.kv_offload.tiering.kvcr.standin import (
     FAILED,
     HIT,
     SUCCESS,
     RecordingParent,
-    partial_spec,
 )
 from vllm.v1.kv_offload.base import LookupResult, OffloadingKVEventsConfig
 from vllm.v1.kv_offload.tiering.kvcr.namespace import SIZE, Namespace, make_namespace
@@ -165,7 +165,7 @@ def test_a_name_is_a_name(name: str) -> None:
 
 @pytest.mark.parametrize("option", ["auto", True])
 def test_a_partial_spec_has_none(option: Any) -> None:
-    assert make_namespace(option, partial_spec(), ROW).prefix == b""
+    assert make_namespace(option, make_spec(), ROW).prefix == b""
 
 
 @given(st.text(min_size=1), st.text(min_size=1))

@@ -148,11 +148,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a URL for a host": (
         PEERS | {"control_advertise_host": "tcp://10.0.0.5:7001"},
-        ["control_advertise_host", "host only"],
+        ["control_advertise_host", "only the host"],
     ),
     "a host with its port": (
         PEERS | {"control_advertise_host": "10.0.0.5:7001"},
-        ["control_advertise_host", "host only"],
+        ["control_advertise_host", "only the host"],
     ),
     "a digest without a socket": (
         PEERS | {"compatibility_digest": "d"},
@@ -252,7 +252,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "an address out of range": (
         PEERS | {"control_advertise_host": "10.0.0.256"},
-        ["control_advertise_host", "no IPv4 address"],
+        ["control_advertise_host", "not an IPv4 address"],
     ),
     "any address to listen on": (
         PEERS | {"control_host": "*"},
@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a port in the address to listen on": (
         PEERS | {"control_host": "0.0.0.0:24990"},
-        ["control_host", "host only"],
+        ["control_host", "only the host"],
     ),
     "nothing to do": ({}, ["secondary_g2_slots", "control_ports"]),
     "an unknown locality": (POOL | {"locality": "NEAR"}, ["locality"]),
@@ -291,7 +291,7 @@ TEXTS = ["compatibility_digest", "namespace", "policy", "remote_fw_dram_backend"
 )
 @pytest.mark.parametrize("option", [*HOSTS_AND_PATHS, *TEXTS])
 def test_a_variable_that_nothing_expanded_is_refused(option: str, text: str) -> None:
-    with pytest.raises(OptionError, match="which nothing expanded") as refused:
+    with pytest.raises(OptionError, match="which was not expanded") as refused:
         parse_options(with_text(option, text))
     assert f"{option} = {text!r}" in str(refused.value)
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcr.types import BlockKey
 
+from tests.v1.kv_offload.tiering.kvcr.builders import key, keys
 from tests.v1.kv_offload.tiering.kvcr.busy import in_thread, transfer_error
-from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig, key, keys
+from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig
 from tests.v1.kv_offload.tiering.kvcr.standin import RecordingParent
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims

@@ -11,7 +11,8 @@ import threading
 
 import numpy as np
 
-from tests.v1.kv_offload.tiering.kvcr.rig import Rig, free_port, keys
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port, keys
+from tests.v1.kv_offload.tiering.kvcr.rig import Rig
 from tests.v1.kv_offload.tiering.kvcr.standin import RecordingParent
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 

@@ -12,15 +12,9 @@ from typing import Any
 import pytest
 from kvcr.policy import LRUPolicy
 
+from tests.v1.kv_offload.tiering.kvcr.builders import LOCALHOST, free_port, key
 from tests.v1.kv_offload.tiering.kvcr.conftest import LogLines
-from tests.v1.kv_offload.tiering.kvcr.rig import (
-    LOCALHOST,
-    ROW_BYTES,
-    Rig,
-    StandinRig,
-    free_port,
-    key,
-)
+from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, Rig, StandinRig
 from vllm.v1.kv_offload.tiering.kvcr.backend import preflight, setup, waiting
 from vllm.v1.kv_offload.tiering.kvcr.backend.policy import choose_policy
 from vllm.v1.kv_offload.tiering.kvcr.compat.nixl import Nixl
@@ -113,7 +107,7 @@ def test_a_named_plugin_that_is_not_there_is_refused_with_what_is(
     with pytest.raises(OptionError) as refused:
         preflight.check_plugins(parse(**options), nixl)
     assert option in str(refused.value)
-    assert usable in str(refused.value).partition("usable here are ")[2]
+    assert usable in str(refused.value).partition("usable here: ")[2]
 
 
 def test_the_installed_nixl_says_what_it_has() -> None:
@@ -291,7 +285,7 @@ def test_a_mute_service_is_told_while_it_is_waited_for(
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(path)
         mute.listen()
-        with pytest.raises(RuntimeError, match="no pool from the KVCR service"):
+        with pytest.raises(RuntimeError, match="the KVCR service did not grant a pool"):
             Rig(
                 kvcr_service_socket_path=path,
                 compatibility_digest="d",
@@ -308,9 +302,9 @@ def test_what_is_quick_is_not_told(
 ) -> None:
     monkeypatch.setattr(waiting, "_FIRST_S", 0.05)
     monkeypatch.setattr(waiting, "_THEN_S", 0.05)
-    with waiting.told("nothing"):
+    with waiting.announced("nothing"):
         pass
-    with waiting.told("paint to dry"):
+    with waiting.announced("paint to dry"):
         time.sleep(0.3)
     lines = [text for text in tier_log.texts() if "waiting for" in text]
     assert len(lines) > 1

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig, key, keys
+from tests.v1.kv_offload.tiering.kvcr.builders import key, keys
+from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig
 from tests.v1.kv_offload.tiering.kvcr.standin import KvcrStandin
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.kvcr.transfers import recency

@@ -15,10 +15,11 @@ DOOR = {"config", "keys", "namespace", "values"}
 MAY_USE = {
     "compat": set(),
     "reports": {"compat", *DOOR},
-    "peers": {"compat", "reports", *DOOR},
+    "peers": {"backend.protocol", "compat", "reports", *DOOR},
     "transfers": {"backend.protocol", "compat", "reports", "peers", *DOOR},
     "backend": {"compat", "reports", "peers", "transfers.jobs", *DOOR},
     # Values are read by what knows them.
+    "assembly": {"backend", "compat", "reports", "peers", "transfers", *DOOR},
     "config": {"values"},
     "values": {"peers.endpoints"},
     "keys": set(),

@@ -8,16 +8,9 @@ from typing import Any
 import pytest
 from kvcr.types import CacheTier, InventoryEvent
 
+from tests.v1.kv_offload.tiering.kvcr.builders import hint, key, keys, request
 from tests.v1.kv_offload.tiering.kvcr.busy import transfer_error
-from tests.v1.kv_offload.tiering.kvcr.rig import (
-    ROW_BYTES,
-    StandinRig,
-    hint,
-    hinted_request,
-    key,
-    keys,
-    samples,
-)
+from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, Clock, StandinRig, samples
 from tests.v1.kv_offload.tiering.kvcr.standin import (
     AT_PEER,
     FAILED,
@@ -29,15 +22,10 @@ from tests.v1.kv_offload.tiering.kvcr.standin import (
     Operation,
 )
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
-from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import (
-    FILES as OWN_FILES,
-)
+from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES as OWN_FILES
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import (
     FIRST_COOLDOWN_S,
     FIRST_PAUSE_S,
-    LONGEST_COOLDOWN_S,
-    LONGEST_PAUSE_S,
-    Liveness,
     Standing,
 )
 
@@ -54,18 +42,10 @@ def file_rig(**options: Any) -> StandinRig:
     return StandinRig(kvcr=FetchingStandin, enable_telemetry=True, **FILES | options)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = time.monotonic()
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def stop_the_clock(rig: StandinRig) -> Clock:
     """Time goes on as a test says, for all that decides about waiting."""
     clock = Clock()
-    rig.tier._staging._clock = rig.tier._liveness._clock = clock
+    rig.tier._staging._clock = rig.tier._staging._liveness._clock = clock
     rig.tier._staging._next_check = 0.0
     return clock
 
@@ -80,7 +60,7 @@ def peer_rig(*, introduced: bool = True, **options: Any) -> StandinRig:
     )
     for each in keys(8):
         rig.kvcr.statuses[each] = AT_PEER
-    rig.tier.on_new_request(hinted_request("r", hint(keys(8), PEER)))
+    rig.tier.on_new_request(request("r", hint(keys(8), PEER)))
     if introduced:
         rig.introduce(key(0))
         rig.kvcr.operations.clear()
@@ -207,7 +187,7 @@ def test_an_introduction_starts_before_its_request_can_end() -> None:
     rig.tier.on_request_finished(ReqContext("r"))
     rig.poll()
     answer(rig, fetches(rig)[0])
-    assert rig.tier._liveness.standing(PEER) is Standing.USABLE
+    assert rig.tier._staging._liveness.standing(PEER) is Standing.USABLE
 
 
 def test_nobody_waits_for_a_block_that_comes_for_no_job() -> None:
@@ -284,7 +264,7 @@ def test_who_does_not_answer_in_that_time_is_left_alone() -> None:
     clock.now += 20
     rig.poll()
     assert not rig.tier._staging.introducing
-    rig.tier.on_new_request(hinted_request("s", hint(keys(8), PEER)))
+    rig.tier.on_new_request(request("s", hint(keys(8), PEER)))
     assert rig.ignored_hints() == {"peer_down": 1}
     # Slow it was, and not dead: no other introduction is needed.
     answer(rig, fetches(rig)[0])
@@ -319,10 +299,10 @@ def test_a_silent_peer_costs_one_wait_and_is_then_left_alone() -> None:
     assert [result.success for result in rig.finished.values()] == [False]
     assert rig.lookup(key(5), "r") is LookupResult.MISS
     assert rig.losses() == {"timed_out": 4, "peer_down": 1}
-    rig.tier.on_new_request(hinted_request("s", hint(keys(8), PEER)))
+    rig.tier.on_new_request(request("s", hint(keys(8), PEER)))
     assert rig.ignored_hints() == {"peer_down": 1}
     # Another peer is another matter.
-    rig.tier.on_new_request(hinted_request("t", hint(keys(8), OTHER_PEER)))
+    rig.tier.on_new_request(request("t", hint(keys(8), OTHER_PEER)))
     rig.introduce(key(5), "t")
 
 
@@ -348,14 +328,14 @@ def test_a_request_is_free_one_timeout_after_it_asked() -> None:
     rig = peer_rig(pull_timeout_ms=1000, landing_slots=4)
     clock = stop_the_clock(rig)
     first = rig.load(keys(6), range(6), "r")
-    rig.tier.on_new_request(hinted_request("s", hint(keys(8), PEER)))
+    rig.tier.on_new_request(request("s", hint(keys(8), PEER)))
     second = rig.load(keys(2, first=6), range(6, 8), "s")
     for _ in range(2):
         clock.now += 0.55
         answer(rig, fetches(rig)[-1])
     assert set(rig.finished) == {second}
     assert rig.losses() == {"timed_out": 2}
-    assert rig.tier._liveness.standing(PEER) is Standing.USABLE
+    assert rig.tier._staging._liveness.standing(PEER) is Standing.USABLE
     assert first not in rig.finished
 
 
@@ -383,7 +363,7 @@ def test_a_peer_that_answers_without_the_block_is_no_silent_one() -> None:
     assert rig.lookup(key(2), "r") is LookupResult.HIT
     # The block is not there for this request; whoever else is hinted may try.
     assert rig.lookup(key(1), "r") is LookupResult.MISS
-    rig.tier.on_new_request(hinted_request("s", hint(keys(8), PEER)))
+    rig.tier.on_new_request(request("s", hint(keys(8), PEER)))
     assert rig.lookup(key(1), "s") is LookupResult.HIT
 
 
@@ -414,7 +394,7 @@ def test_a_peer_that_hangs_leaves_room_for_others() -> None:
     rig.kvcr.operations.clear()
     for number in range(3):
         name, peer = f"other {number}", f"tcp://10.9.9.{number}:7001"
-        rig.tier.on_new_request(hinted_request(name, hint(keys(200), peer)))
+        rig.tier.on_new_request(request(name, hint(keys(200), peer)))
         rig.introduce(key(100 + number), name)
         rig.kvcr.operations.clear()
         rig.load(keys(16, first=20), range(16), name)
@@ -460,7 +440,7 @@ def test_by_option_a_peer_writes_straight_to_the_primary_tier() -> None:
 
 def test_a_success_straight_to_the_primary_tier_ends_a_suspicion() -> None:
     rig = peer_rig(remote_landing="primary")
-    liveness_of = rig.tier._liveness
+    liveness_of = rig.tier._staging._liveness
     job = rig.load([key(1)], [5], "r")
     liveness_of._sources[PEER].silences = 3
     answer(rig, rig.kvcr.last)
@@ -479,7 +459,7 @@ def test_a_slow_local_copy_is_not_held_against_a_hinted_peer() -> None:
     rig.load([key(1)], [5], "r")
     time.sleep(0.02)
     answer(rig, rig.kvcr.last, FAILED)
-    assert rig.tier._liveness.standing(PEER) is Standing.USABLE
+    assert rig.tier._staging._liveness.standing(PEER) is Standing.USABLE
 
 
 @pytest.mark.parametrize("broken", ["fetch", "release", "query"])
@@ -554,80 +534,5 @@ def test_a_read_that_fails_is_the_blocks_fault_and_not_the_disks() -> None:
     rig.load([key(1)], [5])
     clock.now += 0.95
     answer(rig, fetches(rig)[0], FAILED)
-    assert rig.tier._liveness.standing(OWN_FILES) is Standing.USABLE
+    assert rig.tier._staging._liveness.standing(OWN_FILES) is Standing.USABLE
     assert rig.tier._health.state.value == "healthy"
-
-
-# --- which sources answer --------------------------------------------------------
-
-
-def test_a_cool_down_grows_and_ends_with_an_introduction() -> None:
-    clock = Clock()
-    sources = Liveness(clock)
-    cooldowns = []
-    for _ in range(10):
-        assert sources.begin_introduction(PEER)
-        assert not sources.begin_introduction(PEER)
-        sources.silent(PEER, clock.now)
-        assert sources.standing(PEER) is Standing.COOLING
-        assert not sources.begin_introduction(PEER)
-        silent_since = clock.now
-        while sources.is_down(PEER):
-            clock.now += FIRST_COOLDOWN_S / 4
-        assert sources.standing(PEER) is Standing.UNKNOWN
-        cooldowns.append(clock.now - silent_since)
-    assert cooldowns == sorted(cooldowns)
-    assert cooldowns[0] == FIRST_COOLDOWN_S
-    assert cooldowns[-1] == LONGEST_COOLDOWN_S
-
-
-def test_pauses_grow_and_have_an_end() -> None:
-    clock = Clock()
-    sources = Liveness(clock)
-    pauses = []
-    for _ in range(10):
-        assert sources.begin_introduction(PEER)
-        sources.inconclusive(PEER)
-        assert not sources.is_down(PEER), "nothing is known against it"
-        told_at = clock.now
-        while not sources.begin_introduction(PEER):
-            clock.now += FIRST_PAUSE_S / 2
-        sources._sources[PEER].introducing = False
-        pauses.append(clock.now - told_at)
-    assert pauses[0] == FIRST_PAUSE_S
-    assert max(pauses) == LONGEST_PAUSE_S
-
-
-def test_an_answer_ends_the_suspicion() -> None:
-    clock = Clock()
-    sources = Liveness(clock)
-    sources.silent(PEER, clock.now)
-    sources.heard(PEER)
-    assert sources.standing(PEER) is Standing.USABLE
-    clock.now += 1
-    sources.silent(PEER, clock.now - 2)
-    assert sources.standing(PEER) is Standing.USABLE, "it was heard of since"
-
-
-def test_pulls_that_were_on_their_way_count_once() -> None:
-    clock = Clock()
-    sources = Liveness(clock)
-    sources.heard(PEER)
-    clock.now += 1
-    started = clock.now
-    clock.now += 1
-    for _ in range(20):
-        sources.silent(PEER, started)
-    clock.now += FIRST_COOLDOWN_S
-    assert not sources.is_down(PEER)
-
-
-def test_files_need_no_introduction() -> None:
-    assert Liveness(Clock()).standing(OWN_FILES) is Standing.USABLE
-
-
-def test_peers_are_forgotten_rather_than_collected() -> None:
-    sources = Liveness(Clock())
-    for number in range(5000):
-        sources.heard(f"tcp://10.0.{number >> 8}.{number & 255}:7001")
-    assert len(sources._sources) <= 1024

@@ -8,12 +8,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.builders import make_spec
 from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig
 from tests.v1.kv_offload.tiering.kvcr.standin import (
     ChannelStandin,
     KvcrStandin,
     MmapStandin,
-    partial_spec,
 )
 from vllm.v1.kv_offload.tiering.kvcr import manager
 from vllm.v1.kv_offload.tiering.kvcr.backend import pool
@@ -45,7 +45,7 @@ class Attempt:
             pytest.raises(type(error)) as raised,
         ):
             manager.KVCRSecondaryTierManager(
-                partial_spec(), memoryview(self.memory), "kvcr", **OPTIONS
+                make_spec(), memoryview(self.memory), "kvcr", **OPTIONS
             )
         assert raised.value is error
 
@@ -78,7 +78,7 @@ def test_a_pool_that_cannot_be_populated_is_given_back(retained: list[Any]) -> N
         pytest.raises(OSError, match="no memory"),
     ):
         manager.KVCRSecondaryTierManager(
-            partial_spec(),
+            make_spec(),
             memoryview(np.zeros((4, 4096), np.uint8)),
             "kvcr",
             secondary_g2_slots=4,
@@ -119,7 +119,7 @@ def test_a_bad_option_is_told_before_anything_is_opened() -> None:
             made = MmapStandin()
             with mock.patch.object(manager, "mmap", made), pytest.raises(ValueError):  # noqa: PT011
                 manager.KVCRSecondaryTierManager(
-                    partial_spec(),
+                    make_spec(),
                     memoryview(np.zeros((4, 4096), np.uint8)),
                     "kvcr",
                     **OPTIONS | options,

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from kvcr.types import CacheTier, InventoryEvent, QueryStatus
 
-from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig, hint, hinted_request, key
+from tests.v1.kv_offload.tiering.kvcr.builders import hint, key, make_spec, request
+from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig
 from tests.v1.kv_offload.tiering.kvcr.standin import (
     AT_PEER,
     FETCHING,
@@ -16,7 +17,6 @@ from tests.v1.kv_offload.tiering.kvcr.standin import (
     ON_DISK,
     KvcrStandin,
     RecordingParent,
-    partial_spec,
 )
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -69,14 +69,14 @@ def test_lookups_are_kvcrs_answers(status: Any, result: LookupResult) -> None:
 
 def test_a_hinted_peers_block_is_a_hit() -> None:
     rig = StandinRig(control_ports=[7001])
-    rig.tier.on_new_request(hinted_request("r", hint([key(1)])))
+    rig.tier.on_new_request(request("r", hint([key(1)])))
     rig.kvcr.statuses[key(1)] = AT_PEER
     assert rig.lookup(key(1), "r") is LookupResult.HIT
 
 
 def test_a_request_may_pull_no_more_than_it_is_allowed() -> None:
     rig = StandinRig(control_ports=[7001], max_pull_blocks=2, enable_telemetry=True)
-    rig.tier.on_new_request(hinted_request("r", hint()))
+    rig.tier.on_new_request(request("r", hint()))
     for number in range(4):
         rig.kvcr.statuses[key(number)] = AT_PEER
     assert rig.hits([key(number) for number in range(4)]) == [key(0), key(1)]
@@ -113,7 +113,7 @@ def test_requests_are_offloaded_chunk_by_chunk() -> None:
 
 
 def publishing_rig(**options: Any) -> StandinRig:
-    return StandinRig(spec=partial_spec(events=True, described=True), **options)
+    return StandinRig(spec=make_spec(events=True, described=True), **options)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_what_is_not_stored_counts_no_bytes() -> None:
 
 def test_losses_are_logged_at_the_end_of_a_step(tier_log: Any) -> None:
     rig = StandinRig(control_ports=[7001])
-    rig.tier.on_new_request(hinted_request("r", "nonsense"))
+    rig.tier.on_new_request(request("r", "nonsense"))
     before = len(tier_log.texts())
     for _ in range(5):
         rig.tier.on_schedule_end(ENDED)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from kvcr.types import OpEntryResult
 
-from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig, key, keys
+from tests.v1.kv_offload.tiering.kvcr.builders import key, keys
+from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig
 from tests.v1.kv_offload.tiering.kvcr.standin import (
     DROPPED,
     FAILED,

@@ -13,19 +13,16 @@ import re
 import kvcr
 import pytest
 from kvcr import local_disk
-from kvcr.types import CacheTier, OpEntryStatus, QueryStatus
+from kvcr.types import CacheTier, OpEntryStatus, QueryStatus, TransferError
 
 from vllm.v1.kv_offload.base import LookupResult, Medium
-from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import (
     ENTRIES,
-    FAULTS,
     LOOKUPS,
     MEDIA,
+    UNREADABLE_HINT,
     WRITE_FAILURES,
     Entry,
-    Fault,
-    fault_of,
 )
 
 
@@ -47,24 +44,23 @@ def kvcr_exceptions() -> list[type[BaseException]]:
     return sorted(found, key=lambda kind: kind.__name__)
 
 
-EXCEPTIONS = kvcr_exceptions()
+KNOWN = {
+    *("KVCRGuardProtocolError", "KVCRMsgFramingError", "KVCRServiceError"),
+    *("KVCRSocketError", "KVCRStartupError", "RecoveryJournalError"),
+    *("RecoveryJournalTornError", "RecoveryMirrorError", "TransferError"),
+}
+"""Those of which it was decided what they mean for the tier."""
 
 
-def test_the_walk_finds_what_is_known_to_be_there() -> None:
-    from kvcr.types import TransferError
-
-    assert TransferError in EXCEPTIONS
-    assert kvcr.KVCRServiceError in EXCEPTIONS
+@pytest.mark.parametrize("kind", kvcr_exceptions(), ids=lambda kind: kind.__name__)
+def test_every_exception_of_kvcrs_is_known(kind: type[BaseException]) -> None:
+    assert kind.__name__ in KNOWN
 
 
-@pytest.mark.parametrize("kind", EXCEPTIONS, ids=lambda kind: kind.__name__)
-def test_every_exception_of_kvcrs_has_a_row(kind: type[BaseException]) -> None:
-    assert kind in FAULTS
-
-
-def test_no_row_is_for_an_exception_that_kvcr_does_not_have() -> None:
-    own = {kind for kind in FAULTS if kind.__module__.partition(".")[0] == "kvcr"}
-    assert own <= set(EXCEPTIONS)
+def test_no_exception_of_kvcrs_is_taken_for_an_unreadable_hint() -> None:
+    found = kvcr_exceptions()
+    assert {TransferError, kvcr.KVCRServiceError} <= set(found)
+    assert not [kind for kind in found if issubclass(kind, UNREADABLE_HINT)]
 
 
 @pytest.mark.parametrize("status", QueryStatus)
@@ -94,27 +90,6 @@ def test_the_rows_say_what_was_agreed() -> None:
     assert ENTRIES[OpEntryStatus.FAILED] is Entry.FAILED
     assert MEDIA[CacheTier.LOCAL_G2] is Medium.CPU
     assert MEDIA[CacheTier.G3] is Medium.STORAGE
-
-
-@pytest.mark.parametrize(
-    ("error", "fault"),
-    [
-        (shims.KVCRStartupError("x"), Fault.NATIVE_ALIVE),
-        (kvcr.KVCRSocketError("x"), Fault.STARTUP),
-        (ValueError("x"), Fault.HINT),
-        (UnicodeDecodeError("utf-8", b"x", 0, 1, "x"), Fault.HINT),
-        (KeyError("x"), Fault.HINT),
-        (ZeroDivisionError("x"), Fault.HINT),
-        (RecursionError("x"), Fault.HINT),
-        (RuntimeError("x"), Fault.BACKEND),
-        (OSError("x"), Fault.BACKEND),
-        (MemoryError("x"), Fault.BACKEND),
-        (KeyboardInterrupt(), Fault.BACKEND),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
-)
-def test_the_most_specific_row_counts(error: BaseException, fault: Fault) -> None:
-    assert fault_of(error) is fault
 
 
 def test_the_reasons_for_a_failed_placement_are_those_that_are_told_apart() -> None:

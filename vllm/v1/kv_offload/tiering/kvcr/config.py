@@ -24,7 +24,10 @@ from pydantic import (
 
 from vllm.v1.kv_offload.tiering.kvcr import values
 
+# Must exceed every read and write that the disk still completes: NIXL can crash the
+# process when a file operation in progress is cancelled.
 _LEAST_FILE_TIMEOUT_MS = 60_000
+# How long a request waits for a load before it recomputes.
 _LOAD_TIMEOUT_MS = 1000
 
 _PRIMARY = "an option of vLLM's primary tier; put it beside secondary_tiers"
@@ -51,11 +54,11 @@ _ELSEWHERE = {
 
 
 class OptionError(ValueError):
-    """An option that cannot be used; the message names it and what to do."""
+    """An option that cannot be used; the message names it and says what to do."""
 
 
 class OptionTypeError(OptionError, TypeError):
-    """An option whose type is the fault."""
+    """An option whose value has the wrong type."""
 
 
 class _Options(BaseModel):
@@ -63,31 +66,32 @@ class _Options(BaseModel):
         extra="forbid",
         frozen=True,
         coerce_numbers_to_str=True,
-        # The reference and the JSON schema are made of what is written below.
+        # The docstrings below become the options reference and the JSON schema.
         use_attribute_docstrings=True,
     )
 
 
 class G3Config(_Options):
-    """The option ``g3``: files in which KVCR keeps what its pool evicts."""
+    """The option ``g3``: files in which KVCR keeps the blocks that its pool evicts."""
 
     paths: values.G3Paths
-    """The files: one, several, or a list of them for each local data-parallel rank;
-    ``{rank}`` in a path stands for that rank. Each is used by one engine only and
-    created if absent, in a folder that exists. What one holds is overwritten."""
+    """One path, several paths, or a list of paths for each local data-parallel rank;
+    ``{rank}`` in a path stands for that rank. Each file is used by one engine only. It
+    is created if it does not exist, but its folder must exist. Its contents are
+    overwritten."""
 
     capacity_bytes_per_file: values.Size
     """Size of each file, in bytes or as ``"100GiB"``; rounded down to whole chunks."""
 
     backend: values.Plugin | None = None
-    """NIXL's storage plugin. By default ``GDS_MT``, and ``POSIX`` where that cannot be
-    used because it needs GPUDirect Storage."""
+    """The NIXL plugin for files. Default: ``GDS_MT``, which needs GPUDirect Storage, or
+    ``POSIX`` if ``GDS_MT`` cannot be used."""
 
     backend_options: values.PluginOptions = {}
-    """Passed to that plugin, such as ``{"use_uring": true}``."""
+    """Options for that plugin, such as ``{"use_uring": true}``."""
 
     def for_rank(self, local_rank: int | None, several: bool) -> "G3Config":
-        """The same with the files of one local data-parallel rank only.
+        """Return a copy that has only the files of one local data-parallel rank.
 
         Args:
             several: Whether there are other ranks on this machine.
@@ -100,12 +104,13 @@ class G3Config(_Options):
         if isinstance(paths[0], tuple):
             if local_rank is None and len(paths) != 1:
                 raise OptionError(
-                    f"kvcr tier: g3.paths has {len(paths)} lists, which are for local "
-                    "data-parallel ranks, and there are none; give one list of paths"
+                    f"kvcr tier: g3.paths has {len(paths)} lists, one for each local "
+                    "data-parallel rank, but this engine has no such ranks; give one "
+                    "list of paths"
                 )
             if rank >= len(paths):
                 raise OptionError(
-                    f"kvcr tier: g3.paths has {len(paths)} lists, and local "
+                    f"kvcr tier: g3.paths has {len(paths)} lists, but local "
                     f"data-parallel rank {rank} needs at least {rank + 1}, one for "
                     "each local rank"
                 )
@@ -123,134 +128,143 @@ class G3Config(_Options):
 
 
 class TierConfig(_Options):
-    """All options. Times are milliseconds, sizes bytes, pools counted in chunks."""
+    """All options. Times are in milliseconds, sizes in bytes, pools in chunks."""
 
     # --- peers -------------------------------------------------------------------
     control_ports: values.Ports | None = None
-    """One control port for each local data-parallel rank; left out, no peers are
-    served and nothing listens."""
+    """One control port for each local data-parallel rank. Without it, the engine serves
+    no peers and listens on no port."""
 
     control_host: values.Host = "0.0.0.0"
     """The IPv4 address to listen on for peers."""
 
     control_advertise_host: values.DialableHost | None = None
-    """The host that peers dial, without scheme or port: an IPv4 address or a name that
-    has one; by default this machine's host name."""
+    """The host that peers dial, without scheme or port: an IPv4 address, or a name that
+    resolves to one. Default: this machine's host name."""
 
     router_capabilities: values.Names | None = None
-    """What the router can do; by default what KVCR's hints need, and a list that lacks
-    it is refused. Dynamo's router gives hints only to workers that name it, so give
-    ``["router_hint"]`` there."""
+    """What the router can do. Default: what KVCR's hints need; a list without that is
+    refused. Dynamo's router sends hints only to workers that list ``router_hint``, so
+    set ``["router_hint"]`` with it."""
 
     allowed_peers: values.Peers | None = None
-    """Host names, IPv4 addresses and networks that a hint may name, as hints write
-    them: names are not resolved. By default any, see
-    [security](security.md#which-peers-may-be-pulled-from)."""
+    """The hosts that a hint may name: host names, IPv4 addresses and IPv4 networks.
+    Names are compared with what the hint says, without being resolved. Default: any
+    host; see [security](security.md#which-peers-may-be-pulled-from)."""
 
     control_secret_file: values.FilePath | None = None
-    """A file with a secret of at least 16 bytes: control messages are signed with it,
-    and others ignored, see [security](security.md#a-shared-secret). Not with
+    """The file with a secret of at least 16 bytes. Control messages are signed with
+    it, and messages without that signature are ignored; see
+    [security](security.md#a-shared-secret). Cannot be combined with
     ``kvcr_service_socket_path``."""
 
     eager_ctrl_connect: bool = True
-    """Connect to a hinted peer when the hint arrives, not at the first load."""
+    """Connect to a hinted peer when the hint arrives instead of at the first load."""
 
     opportunistic_query: bool = False
-    """Ask a hinted peer for every block of the request, hinted or not. Blocks the
-    peer does not have cost primary slots and a wait, up to ``max_pull_blocks``."""
+    """Ask a hinted peer for every block of the request, even for those that the hint
+    does not name. Up to ``max_pull_blocks`` blocks that the peer does not have then
+    cost primary slots and a wait."""
 
     max_pull_blocks: values.Count | None = None
-    """Most blocks one request may pull from a peer; by default half the primary."""
+    """The most blocks that one request may pull from a peer. Default: half of the
+    primary tier."""
 
     metadata_retry_interval_ms: values.Count = 100
-    """How soon an unanswered exchange of NIXL's metadata with a peer is repeated."""
+    """How long a peer may leave an exchange of NIXL's metadata unanswered before it is
+    repeated."""
 
     remote_landing: Literal["pool", "primary"] = "pool"
-    """Where a peer's blocks land first. ``pool``: in KVCR's memory, which a late
-    write can never leave. ``primary``: straight in vLLM's, one copy less; a load
-    whose write cannot be stopped then holds its slots until the peer is heard of."""
+    """Where a peer's blocks land first. ``pool``: in KVCR's memory, so that a late
+    write can hit nothing else. ``primary``: directly in vLLM's primary tier, which
+    saves a copy; but if a peer's write cannot be stopped, its load keeps its slots
+    until the peer answers again."""
 
     landing_slots: values.Count | None = None
-    """Chunks of the landing pool where KVCR has no other pool. Default: what 256 MiB
-    hold, at least 8 and at most 256."""
+    """Size of the landing pool in chunks, if KVCR has no other pool. Default: as many
+    as fit in 256 MiB, but at least 8 and at most 256."""
 
     remote_fw_dram_backend: values.Plugin = "UCX"
-    """NIXL's plugin for transfers between peers."""
+    """The NIXL plugin for transfers between peers."""
 
     # --- storage -----------------------------------------------------------------
     secondary_g2_slots: values.CountOrNone = 0
-    """Chunks of KVCR's own pool in host DRAM; 0: no pool."""
+    """Size of KVCR's own pool in host DRAM, in chunks; 0 means no pool."""
 
     secondary_g2_bytes: values.SizeOrNone = 0
-    """The same as a size, such as ``"64GiB"``; rounded down to whole chunks. Give one
-    of the two."""
+    """The same in bytes, such as ``"64GiB"``, rounded down to whole chunks. Set only
+    one of the two."""
 
     g3: Annotated[G3Config | None, values.MAPPING] = None
-    """Files below that pool, see below."""
+    """Files below that pool; see below."""
 
     policy: values.Text | None = None
-    """What stays: ``lru`` or ``fifo``, with files ``g3_lru`` or ``g3_fifo``, or
-    ``module.Class`` of a ``KVCachePolicy``. By default least recently used; with
-    files, blocks that are on file already count as a minute older, so that reading
-    need not wait for writing."""
+    """How KVCR chooses what to evict: ``lru`` or ``fifo``; with files ``g3_lru`` or
+    ``g3_fifo``; or the ``module.Class`` of a ``KVCachePolicy``. Default: the least
+    recently used block goes first; with files, a block that is in a file already counts
+    as a minute older, so that reads need not wait for writes."""
 
     kvcr_service_socket_path: values.SocketPath | None = None
-    """Use the pool of the KVCR service behind this socket instead of an own one; goes
-    before ``secondary_g2_slots``, needs ``control_ports``."""
+    """Use the pool of the KVCR service that listens on this socket instead of a pool of
+    this engine's own. Takes precedence over ``secondary_g2_slots`` and
+    ``secondary_g2_bytes``; needs ``control_ports``."""
 
     compatibility_digest: values.Text | None = None
-    """What engines that share the service's pool must agree on; given together with
-    the socket's path. ``auto``: the namespace."""
+    """The text that all engines that share the service's pool must agree on; set it
+    together with the socket's path. ``auto`` stands for the namespace."""
 
     local_dram_backend: values.Plugin = "UCX"
-    """NIXL's plugin for copies to and from the pool."""
+    """The NIXL plugin for copies to and from the pool."""
 
     populate_pool: bool = True
     """Back the pool with memory at start instead of during the first stores. A pool
-    that cannot fit is refused with both numbers."""
+    that does not fit is refused, with its size and the memory that is available."""
 
     verify_blocks: bool = True
-    """With ``g3``: check every loaded block against a checksum of what was stored."""
+    """With ``g3``, check every loaded block against a checksum of what was stored."""
 
     # --- limits ------------------------------------------------------------------
     operation_timeout_ms: values.Count | None = None
-    """How long a load waits for a file, and KVCR works on one operation before it
-    cancels it; by default 1000. Left out, KVCR is given ``introduction_timeout_ms``
-    where peers are served. With ``g3`` KVCR is given at least a minute in any case:
-    NIXL can crash the process when a file operation under way is cancelled."""
+    """How long a load waits for a file, and how long KVCR works on one operation before
+    it cancels it. Default: 1000. If it is left out and peers are served, KVCR gets
+    ``introduction_timeout_ms`` instead. With ``g3``, KVCR always gets at least a
+    minute: NIXL can crash the process when a file operation in progress is
+    cancelled."""
 
     pull_timeout_ms: values.Count | None = None
-    """How long a pull from a peer may take before the request goes on without it; by
-    default as long as ``operation_timeout_ms``."""
+    """How long a request waits for a block from a peer before it goes on without it.
+    Default: the same as ``operation_timeout_ms``."""
 
     introduction_timeout_ms: values.Count = 15_000
-    """How long the first contact with a peer may take. Requests that are hinted at it
-    run meanwhile as if they had no hint. Without
-    ``g3``, a given ``operation_timeout_ms``, or half a given ``abandon_timeout_ms``,
-    bounds it."""
+    """How long the first contact with a peer may take. Meanwhile, requests that are
+    hinted at the peer run as if they had no hint. Without ``g3``, it cannot exceed
+    ``operation_timeout_ms``, or half of ``abandon_timeout_ms``, if one of them is
+    set."""
 
     abandon_timeout_ms: values.Count | None = None
-    """When a peer's unstoppable write is given up; at least, and by default, twice
-    what KVCR is given for an operation, and 5000."""
+    """How long KVCR waits for a peer's write that it could not stop before it gives up
+    on it. Default: 5000, or twice the time that KVCR gets for an operation if that is
+    longer; a shorter time than the latter is raised to it."""
 
     max_operation_bytes: values.Size = 32 << 20
-    """Jobs are cut into operations of at most this size."""
+    """Jobs are split into operations of at most this size."""
 
     max_inflight_bytes: values.Size = 128 << 20
-    """Most bytes in operations at a time, for loads and for stores each; an engine
-    step can move no more."""
+    """The most bytes that may be in flight at a time, for loads and for stores each. An
+    engine step can move no more."""
 
     # --- the rest ----------------------------------------------------------------
     namespace: Annotated[str | bool | None, AfterValidator(values.no_variable)] = "auto"
-    """Keeps models apart. ``auto``, ``on``, ``true``: from what defines the bytes;
-    ``off``, ``false``, ``null``: none, as kvcr tiers without this option; any other
-    text: that text. Give each version of a model's weights a text of its own."""
+    """Keeps the blocks of different models apart. ``auto``, ``on`` or ``true``: derived
+    from everything that defines a block's bytes. ``off``, ``false`` or ``null``: no
+    namespace, as in kvcr tiers that lack this option. Any other text is the namespace
+    itself. Give each version of a model's weights its own."""
 
     enable_telemetry: bool = False
-    """Export KVCR's and the tier's metrics."""
+    """Export the metrics of KVCR and of the tier."""
 
     locality: Literal["LOCAL", "REMOTE"] | None = None
-    """Where vLLM shall say that this tier's blocks are."""
+    """The locality that vLLM reports for this tier's blocks."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TierConfig":
@@ -266,8 +280,8 @@ class TierConfig(_Options):
         if abandon is not None and abandon < 2 * self.load_timeout:
             raise ValueError(
                 f"abandon_timeout_ms ({abandon}) must be at least twice "
-                f"operation_timeout_ms ({self.load_timeout}); leave it out to "
-                "have it follow"
+                f"operation_timeout_ms ({self.load_timeout}); leave it out to have it "
+                "derived"
             )
         ports = self.control_ports or ()
         if len(set(ports)) != len(ports):
@@ -279,8 +293,8 @@ class TierConfig(_Options):
             if missing:
                 raise ValueError(
                     f"router_capabilities ({list(self.router_capabilities)}) lacks "
-                    f"{sorted(missing)}, which serving peers (control_ports) needs; "
-                    "add it, or leave control_ports out to serve no peers"
+                    f"{sorted(missing)}, which is needed to serve peers "
+                    "(control_ports); add it, or leave control_ports out"
                 )
         if self.kvcr_service_socket_path is not None and not self.serves_peers:
             raise ValueError(
@@ -290,20 +304,21 @@ class TierConfig(_Options):
         if self.kvcr_service_socket_path is not None and self.control_secret_file:
             raise ValueError(
                 "control_secret_file cannot be combined with kvcr_service_socket_path: "
-                "the service, which answers peers when this engine is gone, knows no "
-                "secret; leave one of them out"
+                "the service, which answers peers when this engine is gone, does not "
+                "know the secret; leave one of them out"
             )
         if self.secondary_g2_slots and self.secondary_g2_bytes:
             raise ValueError(
                 f"secondary_g2_slots ({self.secondary_g2_slots}) and "
-                f"secondary_g2_bytes ({self.secondary_g2_bytes}) are both the pool's "
-                "size; give one"
+                f"secondary_g2_bytes ({self.secondary_g2_bytes}) both set the pool's "
+                "size; give only one"
             )
-        # Files without a pool are KVCR's to refuse, see ``setup.files_refused``.
+        # KVCR itself refuses files without a pool; see ``setup.files_refused``.
         if not self.serves_peers and not self.has_own_storage and self.g3 is None:
             raise ValueError(
-                "nothing to do: give secondary_g2_slots or secondary_g2_bytes (a pool "
-                "in host DRAM), control_ports (serve peers), or both"
+                "the tier would have nothing to do: give secondary_g2_slots or "
+                "secondary_g2_bytes (a pool in host DRAM), control_ports (serve "
+                "peers), or both"
             )
         return self
 
@@ -313,7 +328,7 @@ class TierConfig(_Options):
 
     @property
     def has_own_storage(self) -> bool:
-        """Whether stores have somewhere to go. A landing pool is not for them."""
+        """Whether stores have somewhere to go; they never go to the landing pool."""
         return self.has_own_pool or self.kvcr_service_socket_path is not None
 
     @property
@@ -331,7 +346,7 @@ class TierConfig(_Options):
 
     @property
     def operation_timeout(self) -> int:
-        """What KVCR is told."""
+        """The operation timeout that KVCR is given."""
         timeout = self.load_timeout
         if self.operation_timeout_ms is None and self.serves_peers:
             given = self.abandon_timeout_ms
@@ -345,7 +360,7 @@ class TierConfig(_Options):
 
     @property
     def abandon_timeout(self) -> int:
-        """What KVCR is told."""
+        """The abandon timeout that KVCR is given."""
         return max(self.abandon_timeout_ms or 5000, 2 * self.operation_timeout)
 
     @property
@@ -354,7 +369,7 @@ class TierConfig(_Options):
         return min(timeout, self.operation_timeout)
 
     def for_rank(self, local_rank: int | None) -> "TierConfig":
-        """The same with the files of data-parallel rank ``local_rank`` only.
+        """Return a copy that has only the files of data-parallel rank ``local_rank``.
 
         Raises:
             OptionError: that rank has no files of its own.
@@ -369,7 +384,7 @@ class TierConfig(_Options):
         """The port of data-parallel rank ``local_rank`` on this machine.
 
         Raises:
-            OptionError: there is not one port for that rank.
+            OptionError: there is no port for that rank, or no single one without ranks.
         """
         ports = self.control_ports
         if ports is None:
@@ -390,11 +405,11 @@ class TierConfig(_Options):
 
 
 def parse_options(options: Mapping[str, Any]) -> TierConfig:
-    """Validate what an operator wrote.
+    """Validate the options that an operator wrote.
 
     Raises:
         OptionError: an option is unknown, has a bad value or contradicts another.
-        OptionTypeError: an option has a value of a wrong type.
+        OptionTypeError: an option's value has the wrong type.
     """
     try:
         return TierConfig.model_validate(dict(options))
@@ -404,7 +419,7 @@ def parse_options(options: Mapping[str, Any]) -> TierConfig:
 
 
 def telemetry_enabled(options: Mapping[str, Any]) -> bool:
-    """Read the one option that is needed before a tier exists."""
+    """Read the only option that is needed before a tier exists."""
     value = options.get("enable_telemetry", False)
     try:
         return TypeAdapter(bool).validate_python(value)
@@ -435,7 +450,7 @@ def _describe(fault: Any) -> str:
         near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         if near:
             return f"unknown option {name}, did you mean {prefix}{near[0]}?"
-        return f"unknown option {name}; known are {', '.join(known)}"
+        return f"unknown option {name}; the options are {', '.join(known)}"
     if fault["type"] == "missing":
         return f"{name} is required"
     reason = fault["msg"].removeprefix("Value error, ")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""vLLM's offload key, KVCR's block key, and the block hash that routers know.
+"""Converts between vLLM's offload keys, KVCR's block keys and routers' block hashes.
 
-An offload key is a block hash and the KV-cache group's index. A block key is the
-namespace's prefix and an offload key.
+An offload key is a block hash followed by the index of the KV-cache group. A block key
+is the namespace's prefix followed by an offload key.
 """
 
 from kvcr.types import BlockKey
@@ -35,16 +35,16 @@ class KeyCodec:
         return BlockKey(self.prefix + framework_key)
 
     def decode(self, key: BlockKey) -> int | bytes:
-        """The block hash as KV events, and so routers, carry it.
+        """The block hash as KV events carry it, and as routers therefore know it.
 
-        All KV-cache groups of a block have the same hash. It is an int or bytes as
-        ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`` says.
+        It is the same for all KV-cache groups of a block.
+        ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`` decides whether it is an int or bytes.
         """
         block_hash = get_offload_block_hash(OffloadKey(key[self._skip :]))
         return maybe_convert_block_hash(BlockHash(block_hash))
 
     def offload_key(self, key: BlockKey) -> OffloadKey | None:
-        """The offload key in a block key, or ``None`` for another namespace's."""
+        """The offload key in a block key; ``None`` if it is of another namespace."""
         if not key.startswith(self.prefix):
             return None
         return OffloadKey(key[self._skip :])

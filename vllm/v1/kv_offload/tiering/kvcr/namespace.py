@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What keeps one model's blocks from being taken for another's.
+"""Keeps the blocks of one model from being mistaken for those of another.
 
-vLLM's block hash covers the tokens, not the model that turned them into KV. A
-namespace covers the rest of what defines the bytes, as far as vLLM's offloading
-configuration tells it: what it leaves out, such as a revision of the same model name,
-operators tell apart by the option. It is a fixed-size prefix of the key that KVCR and
-peers see: a block of another namespace is simply another key.
+vLLM's block hash covers the tokens, but not the model that turned them into KV. The
+namespace covers everything else that defines the bytes, as far as vLLM's offloading
+configuration contains it. Operators use the option to distinguish what it does not
+contain, such as revisions of a model under the same name. The namespace is a fixed-size
+prefix of the keys that KVCR and peers see, so the same block in another namespace
+simply has another key.
 """
 
 import hashlib
@@ -28,24 +29,23 @@ _FIELDS = (
 _AUTO = ("auto", "true", "on", "yes", "1")
 _OFF = ("", "off", "false", "no", "none", "null", "0")
 SIZE = _TOTAL_BYTES + len(_FIELDS)
-"""Bytes of a prefix: a digest of everything, then one byte for each field, which only
-serves to name the field that differs."""
+"""Bytes of a prefix: a digest of everything, then one byte for each field. The latter
+only serve to name the field that differs."""
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """A prefix and what it was made of. An empty prefix is no namespace."""
+    """The prefix of every key. An empty prefix means no namespace."""
 
     prefix: bytes = b""
-    fields: tuple[tuple[str, str], ...] = ()
 
     @property
     def digest(self) -> str:
-        """Hex text for a service's compatibility check; empty without namespace."""
+        """Hex text for the service's compatibility check; empty without a namespace."""
         return self.prefix.hex()
 
     def difference(self, foreign_key: bytes, key_bytes: int) -> str:
-        """Name what a peer's key, which is not of this namespace, differs in.
+        """Name the fields in which a peer's key from another namespace differs.
 
         Args:
             foreign_key: The key as the peer sent it.
@@ -60,13 +60,13 @@ class Namespace:
 
 
 def make_namespace(option: str | bool | None, spec: Any, row_bytes: int) -> Namespace:
-    """The namespace that ``option`` asks for.
+    """Make the namespace that ``option`` asks for.
 
     Args:
-        option: Words that mean a switch, in any case and with spaces around them, are
-            one: ``auto`` derives the namespace from ``spec``, ``off`` is none. Other
-            text is the whole namespace, as it stands.
-        spec: vLLM's offloading spec. A partial one, without a model, gives none.
+        option: ``auto`` (or a word like it) derives the namespace from ``spec``, and
+            ``off`` (or a word like it) means none; their case and spaces around them do
+            not matter. Any other text is the namespace itself.
+        spec: vLLM's offloading spec. A partial one without a model gives no namespace.
         row_bytes: Bytes of one chunk in the primary tier.
     """
     word = str(option).strip().lower()
@@ -110,8 +110,8 @@ def _derived(spec: Any, row_bytes: int) -> Namespace:
 
 
 def _parallel(parallel: Any) -> str:
-    # Portable bytes are the same under every layout; block_bytes still tells apart
-    # what is not.
+    # Parallelism-agnostic bytes are the same in every layout; if they were not,
+    # block_bytes would still tell them apart.
     if getattr(parallel, "is_parallelism_agnostic", False) is True:
         return "agnostic"
     names = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
@@ -126,4 +126,4 @@ def _assemble(values: dict[str, str]) -> Namespace:
     fields = tuple((name, values[name]) for name in _FIELDS)
     total = hashlib.sha256(repr(fields).encode()).digest()[:_TOTAL_BYTES]
     tags = bytes(hashlib.sha256(repr(pair).encode()).digest()[0] for pair in fields)
-    return Namespace(total + tags, fields)
+    return Namespace(total + tags)

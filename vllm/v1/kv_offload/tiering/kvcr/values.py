@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How one option's value is read: loosely where its meaning is plain, else refused.
+"""How an option's value is read: leniently if its meaning is clear, else it is refused.
 
-Each refusal says what is wrong with the value; ``config`` puts the option's name and
+Each refusal says what is wrong with the value. ``config`` puts the option's name and
 the value in front of it.
 """
 
@@ -25,13 +25,13 @@ from pydantic_core import PydanticCustomError
 from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import peer_pattern
 
 RANK = "{rank}"
-"""What stands in a path for the local data-parallel rank."""
+"""Stands for the local data-parallel rank in a path."""
 
 _VARIABLE = re.compile(r"\$(?:\([^)]*\)?|\{[^}]*\}?|[A-Za-z_]\w*)|\{\{.*")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|file:")
 _HOST = re.compile(r"[\w.-]+")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtpe])(i?))?b?", re.IGNORECASE)
-# NIXL takes a plugin's name as it is spelt here only.
+# NIXL accepts a plugin's name only in this spelling.
 _PLUGINS = {
     name.lower(): name
     for name in (
@@ -42,12 +42,12 @@ _PLUGINS = {
 
 
 def _wrong_type(message: str) -> PydanticCustomError:
-    # The suffix makes it a TypeError.
+    # ``config`` turns errors whose type ends in "_type" into a TypeError.
     return PydanticCustomError("option_type", "{message}", {"message": message})
 
 
 def _no_bool(value: Any) -> Any:
-    # bool is an int to Python: true would silently become 1.
+    # To Python a bool is an int, so true would silently become 1.
     if isinstance(value, bool):
         raise _wrong_type("Input should be a number, not a boolean")
     return value
@@ -61,24 +61,24 @@ def one_or_more(value: Any) -> Any:
 
 
 def no_variable(value: Any) -> Any:
-    """Refuse text with a variable in it that a shell, Kubernetes or Helm left there."""
+    """Refuse text with a variable that a shell, Kubernetes or Helm did not expand."""
     if isinstance(value, str) and (found := _VARIABLE.search(value)):
         raise ValueError(
-            f"holds the variable {found.group()!r}, which nothing expanded: options "
-            "are taken as they stand. Define it where they are written (in Kubernetes "
-            "under env), or write its value"
+            f"contains the variable {found.group()!r}, which was not expanded: options "
+            "are used literally. Define it where the options are written (in "
+            "Kubernetes under env), or write its value"
         )
     return value
 
 
 def _literal(value: str) -> str:
-    """Text that names a host or a file, as it stands."""
+    """Check text that names a host or a file and is used literally."""
     if not value.strip():
         raise ValueError("is empty")
     if value != value.strip():
         raise ValueError("has spaces around it; remove them")
     if not value.isprintable():
-        raise ValueError("holds a character that cannot be printed")
+        raise ValueError("contains a character that cannot be printed")
     return str(no_variable(value))
 
 
@@ -94,19 +94,19 @@ def _host(value: str) -> str:
             "KVCR listens on IPv4 only; give an IPv4 address, or a name that has one"
         )
     if host == "*":
-        raise ValueError("0.0.0.0 stands for every address")
+        raise ValueError("use 0.0.0.0 for all addresses")
     if address is None and not _HOST.fullmatch(host):
         raise ValueError(
-            "give the host only, without scheme or port; the port is control_ports'"
+            "give only the host, without scheme or port; control_ports sets the port"
         )
     if address is None and not host.strip("0123456789."):
-        raise ValueError("is no IPv4 address")
+        raise ValueError("is not an IPv4 address")
     return host
 
 
 def _dialable(value: str) -> str:
     if value.strip() in ("*", "0.0.0.0", "::", "[::]"):
-        raise ValueError("peers cannot dial a wildcard; give the host they can reach")
+        raise ValueError("peers cannot dial a wildcard; give a host they can reach")
     return _host(value)
 
 
@@ -115,7 +115,7 @@ def _path(value: str) -> str:
     if _URL.match(path):
         raise ValueError("is a URL; give a path")
     if path.startswith("~"):
-        raise ValueError("~ is not expanded; give the whole path")
+        raise ValueError("~ is not expanded; give the full path")
     return path
 
 
@@ -127,7 +127,7 @@ def _size(value: Any) -> Any:
         return _no_bool(value)
     found = _SIZE.fullmatch(value.strip())
     if found is None:
-        raise ValueError('give bytes, as a number or as text such as "8GiB" or "10G"')
+        raise ValueError('give a number of bytes, or text such as "8GiB" or "10G"')
     number, prefix, binary = found.groups()
     power = " kmgtpe".index((prefix or " ").lower())
     return int(Decimal(number) * (1024 if binary else 1000) ** power)
@@ -146,13 +146,13 @@ def _ports(value: Any) -> Any:
 
 def _g3_path(value: Any) -> Path:
     if not isinstance(value, (str, Path)):
-        raise _wrong_type(f"{value!r} is no path")
+        raise _wrong_type(f"{value!r} is not a path")
     try:
         path = _path(str(value))
     except ValueError as error:
         raise ValueError(f"{str(value)!r}: {error}") from None
     if "{" in path.replace(RANK, "") or "}" in path.replace(RANK, ""):
-        raise ValueError(f"{path!r}: of what is in braces only {RANK} has a meaning")
+        raise ValueError(f"{path!r}: {RANK} is the only placeholder in braces")
     return Path(path)
 
 
@@ -171,7 +171,7 @@ def _g3_paths(value: Any) -> tuple[Any, ...]:
     flat = [path for part in paths for path in part]
     for path in flat:
         if flat.count(path) > 1:
-            raise ValueError(f"{str(path)!r} is there twice; each file is used once")
+            raise ValueError(f"{str(path)!r} is given twice; give each file once")
     return paths if any(nested) else paths[0]
 
 
@@ -192,20 +192,20 @@ def _plugin(value: str) -> str:
 
 
 def _plugin_options(value: Any) -> Any:
-    """NIXL takes text only, and of ``True`` it makes false."""
+    """Convert to text, as NIXL needs it; it would read ``True`` as false."""
     if not isinstance(value, Mapping):
         return value
     words = {"True": "true", "False": "false"}
     read = {}
     for key, each in value.items():
         if not isinstance(each, (str, bool, int, float)):
-            raise ValueError(f"{key!r}: {each!r} is neither text, number nor boolean")
+            raise ValueError(f"{key!r}: {each!r} is not text, a number or a boolean")
         text = str(no_variable(str(each).strip()))
         read[key] = words.get(text.capitalize(), text)
     return read
 
 
-# What comes first here is nearest to the number, and so part of the JSON schema.
+# Constraints inside the innermost Annotated become part of the JSON schema.
 _NUMBER = Annotated[str, Field(pattern=r"^[0-9]+$")]
 _SIZE_TEXT = Annotated[
     str, Field(pattern=r"^ *[0-9]+(\.[0-9]+)? *([kKmMgGtTpPeE]i?)?[bB]? *$")

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.probe import state_samples
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
+from tests.v1.kv_offload.tiering.kvcr.builders import (
     free_port,
     make_hint,
     peer_options,
     request,
 )
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.probe import state_samples
 from vllm.v1.kv_offload.base import LookupResult
 
 OWN = make_keys(16, "own")

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.builders import (
+    endpoint_of,
+    free_port,
+    make_hint,
+    peer_options,
+)
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.bad_hints import (
     BAD_HINTS,
     bad_hint,
 )
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
-    endpoint_of,
-    free_port,
-    make_hint,
-    peer_options,
-)
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 OWN = make_keys(16, "own")

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine, Job
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import flip_bit
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer import Peer
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
+from tests.v1.kv_offload.tiering.kvcr.builders import (
     free_port,
     make_hint,
     peer_options,
     request,
 )
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine, Job
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import flip_bit
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer import Peer
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 ROW = 64 << 10

@@ -10,6 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.builders import (
+    free_port,
+    make_spec,
+    peer_options,
+    request,
+)
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import (
@@ -17,12 +23,6 @@ from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import (
     make_usable,
 )
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
-    free_port,
-    make_spec,
-    peer_options,
-    request,
-)
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 POOL = 16

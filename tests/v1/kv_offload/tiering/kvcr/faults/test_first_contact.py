@@ -9,13 +9,9 @@ held against the peer.
 import time
 from typing import Any
 
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
-    free_port,
-    make_hint,
-    peer_options,
-)
 
 KEYS = make_keys(8)
 OTHERS = make_keys(8, "others")

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine, Job
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
+from tests.v1.kv_offload.tiering.kvcr.builders import (
     free_port,
     make_hint,
     make_spec,
     peer_options,
 )
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine, Job
 from vllm.v1.kv_offload.base import LookupResult
 
 KEYS = make_keys(8)

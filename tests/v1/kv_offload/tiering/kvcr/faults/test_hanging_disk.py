@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from kvcr import local_disk
 
+from tests.v1.kv_offload.tiering.kvcr.builders import request
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import request
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.kvcr.peers import liveness
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.bounds import at_most
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
+from tests.v1.kv_offload.tiering.kvcr.builders import (
     free_port,
     make_hint,
     peer_options,
     request,
 )
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.bounds import at_most
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine
 
 THEIRS = make_keys(48, "theirs")
 OTHERS = make_keys(8, "another peer's")

@@ -13,14 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine, Job
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer import Peer
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
-    free_port,
-    make_hint,
-    peer_options,
-)
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from vllm.v1.kv_offload.tiering.kvcr import manager as tier_module
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine

@@ -17,17 +17,15 @@ import psutil
 import pytest
 import zmq
 
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import (
-    make_keys,
-    router_hash,
-)
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
+from tests.v1.kv_offload.tiering.kvcr.builders import (
     endpoint_of,
     free_port,
     make_hint,
     peer_options,
+    router_hash,
 )
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.kvcr.peers.connections import (
     MAX_CONNECTIONS,
@@ -207,7 +205,7 @@ def test_a_peer_outside_of_allowed_peers_is_never_dialled(engines: Any) -> None:
 def test_a_pull_by_name(pair: tuple[Engine, Any]) -> None:
     engine, peer = pair
     value = hint_at(endpoint_of(peer.port).replace("127.0.0.1", "LocalHost."))
-    engine.tier._liveness.heard(
+    engine.tier._staging._liveness.heard(
         endpoint_of(peer.port).replace("127.0.0.1", "localhost")
     )
     context = engine.begin("r", value)

@@ -6,13 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
-    free_port,
-    peer_options,
-)
 
 STORES = 100
 

@@ -10,13 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
-    free_port,
-    make_hint,
-    peer_options,
-)
 
 ROWS = 32
 OWN = make_keys(ROWS, "own")

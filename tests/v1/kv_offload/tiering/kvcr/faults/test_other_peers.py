@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.builders import make_hint
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import make_hint
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.strangers import (
     KEYS,
     PATIENCE,

@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
-    free_port,
-    peer_options,
-)
 from vllm.v1.kv_offload.base import OffloadKey
 
 PROOF = make_keys(1, "first contact")

@@ -13,14 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.bounds import at_most
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
-    free_port,
-    make_hint,
-    peer_options,
-)
 
 ROWS = 160
 OWN = make_keys(24, "own")

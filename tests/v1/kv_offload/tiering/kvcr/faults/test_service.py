@@ -11,13 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.builders import make_spec, peer_options, request
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
-    make_spec,
-    peer_options,
-    request,
-)
 from tests.v1.kv_offload.tiering.kvcr.service import DIGEST, Service
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.kvcr import manager

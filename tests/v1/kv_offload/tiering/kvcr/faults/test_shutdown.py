@@ -11,13 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
-    free_port,
-    make_hint,
-    peer_options,
-)
 from vllm.v1.kv_offload.tiering.kvcr import manager as tier_module
 
 OWN = make_keys(32, "own")

@@ -9,13 +9,10 @@ after one operation timeout it is no source for its peers any more.
 from pathlib import Path
 from typing import Any
 
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine, Job
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.probe import ProgressWatch
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
-    free_port,
-    peer_options,
-)
 
 BIG = 512
 SMALL = make_keys(8, "small")

@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.bounds import at_most
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer import Peer
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
-    free_port,
-    peer_options,
-)
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 
 BLOCKS = 96

@@ -9,14 +9,10 @@ in a callback.
 import time
 from typing import Any
 
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.probe import state_samples
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
-    free_port,
-    make_hint,
-    peer_options,
-)
 from vllm.v1.kv_offload.base import LookupResult
 
 KEYS = make_keys(8)

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Setting KVCR up, its memory and its policy, and closing it."""
+"""Sets up, starts and closes KVCR, with its memory and its policy."""

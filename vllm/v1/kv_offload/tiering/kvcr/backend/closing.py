@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Closing KVCR, and finding out whether native code has let go of the buffers."""
+"""Closes KVCR, and finds out whether native code has let go of the buffers."""
 
 import threading
 import time
@@ -15,11 +15,10 @@ _RECHECK_INTERVAL_S = 0.5
 
 
 class Closer:
-    """Closes KVCR once, beside the engine's thread, which a close can hold up for
-    seconds.
+    """Closes KVCR once, on a thread of its own, since a close can take seconds.
 
-    ``quiescent`` is ``None`` while that is not known; then whether every buffer is
-    free of native code. What was not free can become free later.
+    ``quiescent`` says whether native code has let go of every buffer, and is ``None``
+    while that is not known. It can turn from false to true later.
     """
 
     def __init__(self, kvcr: Any) -> None:
@@ -29,7 +28,7 @@ class Closer:
         self.quiescent: bool | None = None
 
     def start(self) -> None:
-        """Begin to close; further calls do nothing."""
+        """Start to close; further calls do nothing."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._close, name="kvcr-tier-close", daemon=True
@@ -37,7 +36,7 @@ class Closer:
             self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Begin if need be, and wait; true if the buffers are free."""
+        """Start if need be and wait; true if native code has let go of the buffers."""
         self.start()
         self._closed.wait(timeout_s)
         return self.quiescent is True
@@ -46,14 +45,13 @@ class Closer:
         try:
             self._kvcr.close()
         except BaseException as error:
-            # What it raises may be an old failure, told once more after everything
-            # was released.
+            # It may only repeat an old failure after everything was released.
             self.quiescent = shims.is_quiescent(self._kvcr)
             logger.warning(
-                "kvcr tier: KVCR closed with %s: %s; its buffers are %s",
+                "kvcr tier: closing KVCR raised %s: %s; its buffers are %s",
                 type(error).__name__,
                 error,
-                "free" if self.quiescent else "kept mapped, native code may use them",
+                "free" if self.quiescent else "kept mapped: native code may use them",
             )
         else:
             self.quiescent = True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The files of ``g3``: checked before KVCR opens them, removed after a failed start.
+"""Prepares the files of ``g3`` for KVCR, and removes them after a failed start.
 
-KVCR makes missing folders, stops at a file of another size, and leaves behind what it
-could not finish. None of that suits a container that restarts: see ``prepare``.
+KVCR itself creates missing folders, refuses a file of another size, and leaves
+half-made files behind. None of that suits a container that restarts; see ``prepare``.
 """
 
 import errno
@@ -25,17 +25,17 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def prepare(paths: Sequence[Path], size: int, *, kept: bool) -> list[Path]:
-    """Have every file ready for KVCR, which fills an empty one up to ``size``.
+    """Get every file ready for KVCR, which extends an empty one to ``size``.
 
     Args:
-        kept: Whether a service keeps the pool, and so what the files hold. Otherwise
-            that counts for nothing, and a file of another size is made anew.
+        kept: Whether a service keeps the pool and with it the files' contents.
+            Otherwise the contents are worthless, and a file of another size is emptied.
 
     Returns:
         The files that were made here; see ``remove``.
 
     Raises:
-        OptionError: a file cannot be used. What was made here is removed again.
+        OptionError: a file cannot be used. The files made here are removed again.
     """
     made: list[Path] = []
     try:
@@ -49,8 +49,8 @@ def prepare(paths: Sequence[Path], size: int, *, kept: bool) -> list[Path]:
             for path, status in found.items():
                 if status.st_size not in (0, size):
                     logger.warning(
-                        "kvcr tier: g3.paths: %s has %d bytes and is made anew with "
-                        "%d; what it holds counts for nothing",
+                        "kvcr tier: g3.paths: %s has %d bytes and is recreated with "
+                        "%d; its old contents are not used",
                         path,
                         status.st_size,
                         size,
@@ -63,19 +63,19 @@ def prepare(paths: Sequence[Path], size: int, *, kept: bool) -> list[Path]:
 
 
 def remove(made: Iterable[Path]) -> None:
-    """Remove the files that a start made which then failed."""
+    """Remove the files that a failed start has made."""
     for path in made:
         with suppress(OSError):
             path.unlink()
 
 
 def explain(error: OSError, paths: Sequence[Path], size: int) -> OptionError | None:
-    """What an operator reads when KVCR could not open its files after all."""
+    """Explain why KVCR could not open its files after all."""
     names = ", ".join(map(str, paths))
     if error.errno in _NO_ROOM:
         return _refusal(
-            f"{names}: no room for {size:,} bytes each ({error.strerror}); make "
-            "g3.capacity_bytes_per_file smaller, or free space"
+            f"{names}: there is no room for {size:,} bytes each ({error.strerror}); "
+            "make g3.capacity_bytes_per_file smaller, or free space"
         )
     if isinstance(error, BlockingIOError):
         return _refusal(f"{names}: {_in_use('another engine')}")
@@ -87,17 +87,18 @@ def _refusal(text: str) -> OptionError:
 
 
 def _target(path: Path) -> Path:
-    # As ``Path.resolve``, which raises where links go round in a circle.
+    # Like ``Path.resolve``, which however raises if links form a loop.
     return Path(os.path.realpath(path))
 
 
 def _check_kind(path: Path) -> os.stat_result | None:
-    """Look at what is there, following links; ``None`` if there is nothing yet."""
+    """The status of a regular file, links followed; ``None`` if nothing is there."""
     folder = _target(path).parent
     if not folder.is_dir():
         raise _refusal(
-            f"{path}: there is no folder {folder}, and none is made, so that a disk "
-            "that is not mounted does not become the root disk; mount it, or make it"
+            f"{path}: the folder {folder} does not exist, and it is not created "
+            "automatically, because then a disk that is not mounted would silently be "
+            "replaced by the root disk; mount the disk, or create the folder"
         )
     try:
         found = path.stat()
@@ -106,7 +107,7 @@ def _check_kind(path: Path) -> os.stat_result | None:
     if stat.S_ISDIR(found.st_mode):
         raise _refusal(f"{path}: is a folder; give the path of a file in it")
     if not stat.S_ISREG(found.st_mode):
-        raise _refusal(f"{path}: is no regular file")
+        raise _refusal(f"{path}: is not a regular file")
     return found
 
 
@@ -116,20 +117,21 @@ def _look_at(path: Path, size: int) -> os.stat_result | None:
         found = _check_kind(path)
         where = path if found is not None else _target(path).parent
         if not os.access(where, os.W_OK):
-            raise _refusal(f"{path}: {where} is not writable for this user")
+            raise _refusal(f"{path}: this user cannot write to {where}")
     except OSError as error:
         raise _refusal(f"{path}: {error.strerror}") from error
     if found is not None and found.st_size not in (0, size):
         raise _refusal(
-            f"{path}: has {found.st_size:,} bytes, and g3.capacity_bytes_per_file "
-            f"makes {size:,} in whole chunks; the KVCR service keeps what it holds. "
-            "Set the option to that, or stop the service and remove the file"
+            f"{path}: has {found.st_size:,} bytes, but g3.capacity_bytes_per_file "
+            f"gives {size:,} in whole chunks, and the KVCR service keeps the file's "
+            "contents. Set the option to the file's size, or stop the service and "
+            "remove the file"
         )
     return found
 
 
 def _open(path: Path, made: list[Path], opened: ExitStack) -> int:
-    """Open a file that is this engine's alone, making it if it is absent."""
+    """Open and lock a file for this engine alone; create it if it does not exist."""
     try:
         there = _check_kind(path)
         target = _target(path)
@@ -146,7 +148,7 @@ def _open(path: Path, made: list[Path], opened: ExitStack) -> int:
     except OSError as error:
         raise _refusal(
             f"{path}: {error.strerror}; give a file that this user may write, on a "
-            "filesystem with locks"
+            "filesystem that supports locks"
         ) from error
     return descriptor
 
@@ -158,13 +160,13 @@ def _check_direct(path: Path) -> None:
         if error.errno != errno.EINVAL:
             raise
         raise _refusal(
-            f"{path}: {_filesystem(path)} takes no direct I/O (O_DIRECT), which KVCR "
-            "needs; use a filesystem on a disk, such as ext4 or XFS"
+            f"{path}: {_filesystem(path)} does not support direct I/O (O_DIRECT), "
+            "which KVCR needs; use a filesystem on a disk, such as ext4 or XFS"
         ) from None
 
 
 def _check_room(found: Mapping[Path, os.stat_result | None], size: int) -> None:
-    """Room for the files that have to be filled, by filesystem."""
+    """Check that each filesystem has room for the files that have to be extended."""
     together: dict[int, list[Path]] = {}
     had: dict[int, int] = {}
     for path, status in found.items():
@@ -172,7 +174,7 @@ def _check_room(found: Mapping[Path, os.stat_result | None], size: int) -> None:
             continue
         device = _target(path).parent.stat().st_dev
         together.setdefault(device, []).append(path)
-        # A file that is made anew gives its room back first.
+        # A file of another size frees its blocks first.
         blocks = 0 if status is None else status.st_blocks
         had[device] = had.get(device, 0) + 512 * blocks
     for device, paths in together.items():
@@ -182,7 +184,7 @@ def _check_room(found: Mapping[Path, os.stat_result | None], size: int) -> None:
         if needed > free:
             raise _refusal(
                 f"{', '.join(map(str, paths))}: {needed:,} bytes are needed "
-                f"(g3.capacity_bytes_per_file = {size:,} in whole chunks), and "
+                f"(g3.capacity_bytes_per_file = {size:,} in whole chunks), but only "
                 f"{free:,} are free there; make it smaller, or free space"
             )
 
@@ -195,7 +197,7 @@ def _in_use(by: str) -> str:
 
 
 def _holder(descriptor: int) -> str:
-    """Which process locked a file, as far as the kernel tells in this container."""
+    """The process that locked a file, as far as this container can see it."""
     found = os.fstat(descriptor)
     device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
     wanted = f"{device}:{found.st_ino}"

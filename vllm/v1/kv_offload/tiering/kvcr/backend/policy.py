@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""From a policy's name to the object that decides KVCR's placement and eviction."""
+"""Makes the policy object that decides KVCR's placement and eviction."""
 
 import importlib
 from collections.abc import Callable
@@ -22,16 +22,17 @@ BUILT_IN: dict[str, type[KVCachePolicy]] = {
 }
 
 
-# A clean block counts as this much older than it is.
+# A block that is in a file counts as this much older than it is. Must exceed the time
+# between two uses of blocks that are used often, so that these stay.
 _CLEAN_HANDICAP_S = 60.0
 
 
 class CleanFirstPolicy(G3LRUPolicy):
-    """Least recently used first, and blocks with a copy on file before the others.
+    """Evicts the least recently used block, and prefers blocks that are in a file.
 
-    To evict a block that has no copy on file, KVCR has to write it first, one at a
-    time. Blocks that were just read have one, so that reading does not wait for
-    writing; a block that is used often stays all the same.
+    Before KVCR can evict a block that is in no file, it has to write it to one, one
+    block at a time. A block that was just read is in a file, so that reads do not wait
+    for writes. A block that is used often stays in the pool all the same.
     """
 
     def eviction_score(self, meta: BlockMeta, source: CacheTier) -> float:
@@ -41,29 +42,31 @@ class CleanFirstPolicy(G3LRUPolicy):
 
 
 def choose_policy(name: str | None, *, has_files: bool) -> KVCachePolicy | None:
-    """The policy to give to KVCR, or ``None`` for KVCR's own choice.
+    """The policy for KVCR, or ``None`` to leave the choice to KVCR.
 
     Raises:
-        ValueError, TypeError: as ``make_policy``.
+        ValueError: the name is unknown or cannot be imported, or the policy does not
+            suit files.
+        TypeError: it does not name a ``KVCachePolicy`` class.
     """
     if name is None:
         return CleanFirstPolicy() if has_files else None
-    policy = make_policy(name)
-    # It takes every block into the pool and drops what that evicts.
+    policy = _policy_class(name)()
+    # FIFOPolicy takes every block into the pool and drops the blocks that it evicts.
     no_files = all(
         getattr(type(policy), name) is getattr(FIFOPolicy, name)
         for name in ("decide_ingest", "decide_eviction")
     )
     if has_files and no_files:
         raise ValueError(
-            f"kvcr tier: policy = {name!r}: never writes to the files of g3; use "
-            "g3_lru or g3_fifo, or leave it out"
+            f"kvcr tier: policy = {name!r}: never writes to g3's files; use g3_lru or "
+            "g3_fifo, or leave it out"
         )
     return policy
 
 
 def follows_order(policy: KVCachePolicy | None) -> bool:
-    """Whether it matters to a policy in which order vLLM uses blocks."""
+    """Whether a policy depends on the order in which vLLM uses blocks."""
     return type(policy) not in (FIFOPolicy, G3FIFOPolicy)
 
 
@@ -72,11 +75,11 @@ def observe(
     ingested: Callable[[BlockMeta, CacheTier], None] | None,
     failed: Callable[[PlacementFailure], None],
 ) -> None:
-    """Have ``policy``'s hooks tell what KVCR tells nobody but its policy.
+    """Report what KVCR tells only its policy, by wrapping hooks of ``policy``.
 
     Args:
-        ingested: Told of each block whose first copy comes into KVCR, and from where.
-        failed: Told of each block that the policy sent to a file in vain.
+        ingested: Called for each block whose first copy enters KVCR, with its source.
+        failed: Called for each block that could not be moved to a file.
     """
     on_ingest, decide_recovery = policy.on_ingest, policy.decide_recovery
 
@@ -89,23 +92,15 @@ def observe(
         failed(failure)
         return decide_recovery(meta, failure)
 
-    # On the object, so that it stays of its class, with hooks that a later kvcr adds.
+    # Replaced on the object, which keeps its class and any hooks that a later kvcr
+    # adds.
     if ingested is not None:
         policy.on_ingest = tell_ingested  # type: ignore[method-assign]
     policy.decide_recovery = tell_failed  # type: ignore[method-assign]
 
 
-def make_policy(name: str) -> KVCachePolicy:
-    """Build the policy called ``name``: a built-in one or ``module.Class``.
-
-    Raises:
-        ValueError: the name is unknown, or cannot be imported.
-        TypeError: it names something that is not a ``KVCachePolicy`` class.
-    """
-    return _policy_class(name)()
-
-
 def _policy_class(name: str) -> type[KVCachePolicy]:
+    """The class called ``name``: a built-in one or ``module.Class``."""
     built_in = BUILT_IN.get(name)
     if built_in is not None:
         return built_in
@@ -117,7 +112,7 @@ def _policy_class(name: str) -> type[KVCachePolicy]:
         )
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module does when it is imported
+    except Exception as error:  # a module may raise anything when it is imported
         raise ValueError(
             f"policy: {name!r}: module {module_name!r} could not be imported: "
             f"{type(error).__name__}: {error}"

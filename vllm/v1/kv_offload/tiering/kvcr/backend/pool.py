@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The host memory of KVCR's pool: obtained, populated, given back."""
+"""The host memory of KVCR's pool: allocates, populates and frees it."""
 
 import ctypes
 import errno
@@ -30,12 +30,11 @@ class PoolMemory:
         allocate: ``mmap.mmap``, called with ``(-1, size)``.
         size: Bytes.
         option: The option that set the size, for messages.
-        populate: Back all of it with memory now. It would otherwise happen page by
-            page during the first stores, on KVCR's one thread, at a fraction of the
-            speed.
+        populate: Back all of it with memory now. Otherwise that happens page by page
+            during the first stores, on KVCR's only thread, at a fraction of the speed.
 
     Raises:
-        ValueError: this machine, or this container, has not enough memory.
+        ValueError: this machine, or this container, does not have enough memory.
     """
 
     def __init__(
@@ -48,14 +47,14 @@ class PoolMemory:
         available = available_memory()
         if size > available:
             raise ValueError(
-                f"{option}: the pool needs {size:,} bytes, and {available:,} are "
+                f"{option}: the pool needs {size:,} bytes, but only {available:,} are "
                 "available on this machine or to this container; make it smaller"
             )
         self.size = size
         self.buffer = allocate(-1, size)
         exported = ctypes.c_char.from_buffer(self.buffer)
         self.address = ctypes.addressof(exported)
-        # An export would keep the buffer from ever being closed.
+        # While it exists, the buffer cannot be closed.
         del exported
         if populate:
             try:
@@ -65,12 +64,12 @@ class PoolMemory:
                 raise
 
     def free(self) -> None:
-        """Give the memory back. Nothing may touch it any more."""
+        """Free the memory, which nothing may touch any more."""
         self.buffer.close()
 
 
 def available_memory() -> int:
-    """Bytes that can still be had, the container's limit included."""
+    """Bytes that can still be allocated, within the container's limit."""
     available = psutil.virtual_memory().available
     for limit_file, used_file, stat_file, cache in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
@@ -89,17 +88,17 @@ def available_memory() -> int:
             )
         except (OSError, ValueError):  # no such controller, or "max"
             continue
-        # File pages are given up before anything else is refused.
+        # The kernel reclaims inactive file pages before it refuses memory.
         used -= int(stat.get(cache, 0))
         available = min(available, max(0, limit - used))
     return available
 
 
 def _populate(address: int, size: int) -> None:
-    # A ctypes call lets go of the GIL, so that no other thread's deadline suffers.
+    # A ctypes call releases the GIL, so other threads can still meet their deadlines.
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    madvise(address, size, _MADV_HUGEPAGE)  # advice: where not allowed, small pages
+    madvise(address, size, _MADV_HUGEPAGE)  # only advice: small pages will do
     reported_at = time.monotonic()
     for offset in range(0, size, _STEP_BYTES):
         length = min(_STEP_BYTES, size - offset)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is looked at outside, in files, ports, NIXL and the environment, before KVCR
-starts.
+"""Checks files, ports, NIXL's plugins and the environment before KVCR starts.
 
-Failure model: what would not work is refused by ``OptionError``, what may not work as
-meant is a warning; a look that could not be taken is neither.
+Failure model: a configuration that cannot work is refused with an ``OptionError``, and
+one that may not work as intended gets a warning. A check that cannot be made is
+skipped.
 """
 
 import errno
@@ -29,8 +29,8 @@ logger = init_logger(__name__)
 _GDS = "GDS_MT"
 _POSIX = "POSIX"
 _RDMA = Path("/sys/class/infiniband")
-# Measured over TCP: 20 take 2 s, 60 take longer than the 30 s that KVCR waits,
-# and of more than about 120 UCX makes NIXL_ERR_BACKEND.
+# Measured over TCP: UCX takes 2 s to open 20 interfaces and, for 60, more than the 30 s
+# that KVCR waits. With more than about 120 it fails with NIXL_ERR_BACKEND.
 MANY_INTERFACES = 24
 
 
@@ -42,20 +42,19 @@ def check(
     port: int | None,
     publishes: bool,
 ) -> tuple[TierConfig, list[Path]]:
-    """Refuse what cannot work before anything native starts, and warn of the rest.
+    """Refuse what cannot work, and warn of what may not, before anything native starts.
 
     Args:
-        kvcr: What will be started. Of a stand-in's files, ports and plugins nothing
-            is known.
-        options: As the operator wrote them; routers read these.
+        kvcr: The class that will be started. Nothing is checked for a stand-in.
+        options: As the operator wrote them, which is how routers read them.
         publishes: Whether vLLM's KV events are on.
 
     Returns:
-        The options with what had to be decided, and the files made for this start,
-        which ``files.remove`` takes away if it fails.
+        The options, completed by choices that were made here, and the files that were
+        made for this start. ``files.remove`` removes them if the start fails.
 
     Raises:
-        OptionError: naming the option, the value and what to do.
+        OptionError: names the option, its value and what to do.
     """
     if kvcr is not KVCR:
         return config, []
@@ -75,7 +74,7 @@ def check(
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse a port that cannot be listened on, by listening on it as KVCR will."""
+    """Refuse a port that KVCR could not listen on, by listening on it for a moment."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
@@ -85,9 +84,9 @@ def check_port(host: str, port: int) -> None:
             reason = "may not be used by this user; give one above 1023"
         else:
             raise OptionError(
-                f"kvcr tier: control_host = {host!r}: cannot be listened on "
+                f"kvcr tier: control_host = {host!r}: this machine cannot listen there "
                 f"({error.strerror or error}); give an address of this machine, or "
-                "leave it out for all of them"
+                "leave it out to listen on all of them"
             ) from error
         raise OptionError(
             f"kvcr tier: control_ports: port {port} on {host} {reason}"
@@ -95,7 +94,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_plugins(config: TierConfig, nixl: Nixl) -> TierConfig:
-    """Refuse plugins that this NIXL does not have; choose one for files if need be."""
+    """Refuse plugins that this NIXL does not have, and choose one for files."""
     if config.has_own_pool and config.kvcr_service_socket_path is None:
         _check_plugin("local_dram_backend", config.local_dram_backend, "DRAM_SEG", nixl)
     if config.serves_peers:
@@ -110,11 +109,12 @@ def check_plugins(config: TierConfig, nixl: Nixl) -> TierConfig:
     if reason is None:
         return config
     logger.warning_once(
-        "kvcr tier: g3.backend is not given and %s cannot be used here (%s), so files "
-        "are read and written through %s. Set g3.backend to that to accept it, or "
+        "kvcr tier: g3.backend is not set and %s cannot be used here (%s), so %s reads "
+        "and writes the files. To silence this warning, set g3.backend to %s, or "
         "install GPUDirect Storage",
         _GDS,
         reason,
+        _POSIX,
         _POSIX,
     )
     g3 = config.g3.model_copy(update={"backend": _POSIX})
@@ -129,12 +129,14 @@ def _check_plugin(option: str, name: str, kind: str, nixl: Nixl) -> None:
     if name not in nixl.names:
         reason = "this NIXL has no such plugin"
     elif not nixl.memory(name):
-        reason = "this plugin of NIXL cannot be loaded, what it needs is not here"
+        reason = (
+            "this plugin cannot be loaded, because something that it needs is missing"
+        )
     else:
-        reason = "this plugin of NIXL is for something else"
+        reason = "this plugin cannot be used for this"
     usable = [each for each in nixl.names if kind in (nixl.memory(each) or ())]
     raise OptionError(
-        f"kvcr tier: {option} = {name!r}: {reason}; usable here are "
+        f"kvcr tier: {option} = {name!r}: {reason}; usable here: "
         f"{', '.join(usable) or 'none'}"
     )
 
@@ -145,7 +147,7 @@ def warnings(
     primary: setup.Primary,
     publishes: bool,
 ) -> list[str]:
-    """What starts and may not work as meant."""
+    """List what does not prevent a start but may not work as intended."""
     found = [
         *_peer_warnings(config),
         _router_warning(config, options, publishes),
@@ -162,23 +164,22 @@ def _peer_warnings(config: TierConfig) -> list[str]:
     found = []
     if os.getenv("PYTHONHASHSEED") is None:
         found.append(
-            "peers are served and PYTHONHASHSEED is not set: with a hash algorithm "
-            "that is not cryptographic (xxhash) every engine hashes the same block "
-            "differently, and no block of a peer is ever found. Set it to the same "
-            "value for all engines"
+            "peers are served but PYTHONHASHSEED is not set: with a non-cryptographic "
+            "hash algorithm (xxhash) every engine hashes the same block differently, "
+            "and peers' blocks are never found. Set it to the same value in all engines"
         )
     if os.getenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1").strip() == "0":
         found.append(
             "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0, so KV events carry block hashes "
-            "as bytes, but KVCR's hints take 64-bit integers only and will not match. "
+            "as bytes, but KVCR's hints take only 64-bit integers and will not match. "
             "Unset it"
         )
     host = config.control_advertise_host
     if host is not None and _is_loopback(host):
         found.append(
             f"control_advertise_host = {host!r} is a loopback address: a peer on "
-            "another machine that dials it reaches itself. Give an address of this "
-            "machine that peers can reach"
+            "another machine that dials it reaches its own machine. Give an address of "
+            "this machine that peers can reach"
         )
     return found
 
@@ -205,13 +206,13 @@ def _router_warning(
     return (
         f"KV events are on and peers are served, but {' and '.join(names)} "
         f"{'is' if len(names) == 1 else 'are'} not given as a list. Dynamo's router "
-        "reads both from the tier's options, and gives an engine without them no "
-        'hints. Give "router_capabilities": ["router_hint"] and control_ports as a list'
+        "reads both from the tier's options and sends no hints to an engine without "
+        'them. Give "router_capabilities": ["router_hint"] and control_ports as lists'
     )
 
 
 def _locked_memory_warning(config: TierConfig, primary: setup.Primary) -> str | None:
-    """RDMA locks what it registers; TCP and shared memory do not."""
+    """RDMA locks the memory that it registers; TCP and shared memory do not."""
     try:
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if limit == resource.RLIM_INFINITY or not any(_RDMA.iterdir()):
@@ -224,13 +225,13 @@ def _locked_memory_warning(config: TierConfig, primary: setup.Primary) -> str | 
         return None
     return (
         f"RDMA has to lock the primary tier and the pool, {needed:,} bytes, but this "
-        f"process may lock only {limit:,} (memlock). Raise the limit: ulimit -l "
+        f"process may lock only {limit:,} (memlock). Raise the limit with ulimit -l "
         "unlimited, --ulimit memlock=-1, or the capability IPC_LOCK"
     )
 
 
 def interfaces_warning() -> str | None:
-    """Whether UCX has more network interfaces to open than it does in good time."""
+    """Warn if UCX may need too long to open all network interfaces."""
     if os.getenv("UCX_NET_DEVICES") is not None:
         return None
     try:
@@ -240,7 +241,7 @@ def interfaces_warning() -> str | None:
     if len(up) <= MANY_INTERFACES:
         return None
     return (
-        f"this machine has {len(up)} network interfaces, and UCX opens every one, "
-        "which can take longer than KVCR waits at start. Name those to use in "
-        "UCX_NET_DEVICES, such as UCX_NET_DEVICES=eth0"
+        f"this machine has {len(up)} network interfaces, and UCX opens all of them, "
+        "which can take longer than KVCR waits at start. Name the ones to use in "
+        "UCX_NET_DEVICES, for example UCX_NET_DEVICES=eth0"
     )

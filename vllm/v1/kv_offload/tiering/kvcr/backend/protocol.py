@@ -8,11 +8,11 @@ from typing import Any, Protocol
 from kvcr.types import CacheTier, OpEntryResult, QueryStatus, ReleaseHandle
 
 Completed = tuple[int, Mapping[bytes, OpEntryResult]]
-"""An operation's handle, and what became of some of its blocks."""
+"""An operation's handle, and the results of some or all of its blocks."""
 
 
 class KvcrApi(Protocol):
-    """All of it raises once KVCR's progress thread has died."""
+    """Every method raises once KVCR's progress thread has died."""
 
     def query(
         self, keys: Collection[bytes], request_id: str | None = None

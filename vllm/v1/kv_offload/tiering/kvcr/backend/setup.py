@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How KVCR is set up: from the options and the primary tier's shape to KVCR's words.
+"""Derives KVCR's configuration from the options and the primary tier's shape.
 
 Pure functions; nothing here starts anything.
 """
@@ -30,14 +30,14 @@ from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import Limits
 
 _LANDING_POOL_BYTES = 256 << 20
 _LANDING_SLOTS = (8, 256)
-# Where peers write into the primary tier, only their introductions need a slot. Each
-# peer that died in the middle of one keeps its slot.
+# If peers write into the primary tier, only their introductions need slots. A peer that
+# dies during its introduction keeps its slot.
 _INTRODUCTION_SLOTS = 4
-# Read from a slow disk, this much is there long before a disk would pass for one that
-# hangs.
+# Small enough that even a slow disk reads it long before the tier takes it for a disk
+# that hangs.
 _FILE_OPERATION_BYTES = 8 << 20
-# NIXL wants a port to listen on and picks a free one for 0. Peers never dial it: they
-# exchange NIXL's metadata over the control channel.
+# NIXL insists on a port to listen on, and picks a free one if it is 0. Peers never dial
+# it: they exchange NIXL's metadata over the control channel.
 _ANY_PORT = 0
 
 
@@ -51,11 +51,11 @@ class Primary:
 
 
 def primary_of(view: memoryview) -> Primary:
-    """Read the primary tier's shape off its view.
+    """Read the primary tier's address and shape from its view.
 
     Raises:
-        ValueError: the view is neither the ``(num_chunks, row_stride_bytes)`` one
-            that vLLM promises nor a flat one. Addresses derived from another would be
+        ValueError: the view is neither flat nor of the shape that vLLM promises,
+            ``(num_chunks, row_stride_bytes)``. Addresses derived from it would be
             wrong.
     """
     if view.readonly:
@@ -63,8 +63,8 @@ def primary_of(view: memoryview) -> Primary:
     if view.ndim not in (1, 2) or not view.c_contiguous:
         raise ValueError(
             "the primary tier's memory must be a C-contiguous view of shape "
-            "(num_chunks, row_stride_bytes), or a flat one with an element for each "
-            f"chunk, not {view.shape} with strides {view.strides}"
+            "(num_chunks, row_stride_bytes), or a flat one with one element for each "
+            f"chunk, but its shape is {view.shape} with strides {view.strides}"
         )
     assert view.shape is not None
     assert view.strides is not None
@@ -79,16 +79,16 @@ def primary_of(view: memoryview) -> Primary:
 
 
 def warnings(config: TierConfig, events: Any) -> list[str]:
-    """What an operator should know at start.
+    """List what an operator should know at start.
 
     Raises:
-        OptionError: events are on, and would not say what KVCR's blocks are.
+        OptionError: KV events are on, but would not describe KVCR's blocks.
     """
     said = []
     if config.kvcr_service_socket_path is not None and config.has_own_pool:
         said.append(
-            "the service's pool is used; secondary_g2_slots and secondary_g2_bytes are "
-            "ignored"
+            "secondary_g2_slots and secondary_g2_bytes are ignored, because the KVCR "
+            "service's pool is used"
         )
     given = config.operation_timeout_ms
     if (
@@ -97,20 +97,20 @@ def warnings(config: TierConfig, events: Any) -> list[str]:
         and config.introduction_timeout < config.introduction_timeout_ms
     ):
         said.append(
-            f"operation_timeout_ms = {given} leaves that long for the first contact "
-            "with a peer, which can take seconds; leave it out and set pull_timeout_ms "
-            "to bound how long requests wait"
+            f"operation_timeout_ms = {given} also limits the first contact with a "
+            "peer, which can take seconds; to limit how long requests wait, set "
+            "pull_timeout_ms instead"
         )
     if config.owns_inventory and not events.enable_kv_cache_events:
         said.append(
-            "KV events are off, so that what KVCR holds will not be published and "
-            "routers will not know of it"
+            "KV events are off, so routers will not learn which blocks KVCR holds"
         )
     elif config.owns_inventory and not events.self_describing_kv_events:
         raise OptionError(
-            "kvcr tier: with KV events on, blocks that KVCR owns (secondary_g2_slots, "
-            "kvcr_service_socket_path, g3) need self_describing_kv_events: true in "
-            "kv_connector_extra_config, so that routers can tell what they are"
+            "kvcr tier: KV events are on, so the blocks that KVCR owns "
+            "(secondary_g2_slots, kvcr_service_socket_path, g3) need "
+            "self_describing_kv_events: true in kv_connector_extra_config; otherwise "
+            "routers cannot identify them"
         )
     return said
 
@@ -120,10 +120,10 @@ def advertise_host(config: TierConfig) -> str:
 
 
 def control_secret(config: TierConfig) -> bytes | None:
-    """What control messages are signed with, where they are.
+    """The secret that control messages are signed with, if they are.
 
     Raises:
-        OptionError: the file cannot be used.
+        OptionError: the secret's file cannot be used.
     """
     if config.control_secret_file is None or not config.serves_peers:
         return None
@@ -136,7 +136,7 @@ def control_secret(config: TierConfig) -> bytes | None:
 
 
 def pool_slots(config: TierConfig, primary: Primary) -> tuple[int, str]:
-    """Chunks of the pool that this process has to provide, and the option's name."""
+    """Chunks of the pool that this process provides, and the option that sets them."""
     if config.kvcr_service_socket_path is not None:
         return 0, ""
     if config.secondary_g2_slots:
@@ -145,14 +145,14 @@ def pool_slots(config: TierConfig, primary: Primary) -> tuple[int, str]:
         slots = config.secondary_g2_bytes // primary.row_bytes
         if not slots:
             raise OptionError(
-                f"kvcr tier: secondary_g2_bytes = {config.secondary_g2_bytes}: holds "
-                f"no whole chunk, which is {primary.row_bytes} bytes here"
+                f"kvcr tier: secondary_g2_bytes = {config.secondary_g2_bytes}: is "
+                f"smaller than one chunk, which has {primary.row_bytes} bytes"
             )
         return slots, "secondary_g2_bytes"
     if not config.serves_peers:
         return 0, ""
     if config.g3 is not None:
-        return 0, ""  # a landing pool evicts nothing into files
+        return 0, ""  # KVCR will refuse it; see ``files_refused``
     if config.landing_slots is not None:
         return config.landing_slots, "landing_slots"
     if config.remote_landing == "primary":
@@ -165,18 +165,18 @@ def pool_slots(config: TierConfig, primary: Primary) -> tuple[int, str]:
 def limits_of(
     config: TierConfig, primary: Primary, slots: int, *, stages: bool = True
 ) -> Limits:
-    """The bounds on what is under way, in blocks of this primary tier.
+    """The bounds on blocks in flight.
 
     Args:
-        slots: Slots of KVCR's pool; 0 if that is not known.
-        stages: Whether blocks can be staged at all.
+        slots: Slots of KVCR's pool; 0 if their number is not known.
+        stages: Whether this KVCR can stage blocks at all.
     """
     operation = max(1, config.max_operation_bytes // primary.row_bytes)
     window = max(operation, config.max_inflight_bytes // primary.row_bytes)
-    # A service's pool whose size is not known is assumed to be large.
+    # A service's pool of unknown size is assumed to be large.
     pool = slots or 4 * window
-    # Slots in use cannot be evicted. Together the shares are the pool at most, so
-    # that whatever is started finds a slot.
+    # Slots in use cannot be evicted. The shares add up to the pool at most, so that
+    # everything that is started finds a slot.
     if config.has_own_storage:
         load, store, staged = pool // 2, pool // 4, pool // 4
     elif config.remote_landing == "pool":
@@ -184,12 +184,12 @@ def limits_of(
     else:  # the pool is there for introductions only
         load, store, staged = window, 0, pool
     files, peers = stages and config.g3 is not None, stages and config.serves_peers
-    # Files and peers never wait for each other.
+    # Files and peers have shares of their own, so that neither waits for the other.
     filed = staged // 2 if peers else staged
     pulled = staged - filed if files else staged
     file_window = max(1, min(window, filed)) if files else 0
     file_operation = max(1, _FILE_OPERATION_BYTES // primary.row_bytes)
-    # One peer may take three quarters of it: that is to be a whole window.
+    # One peer may use three quarters of this, which should make a whole window.
     peer_window = max(1, min(window * 4 // 3, pulled)) if peers else 0
     return Limits(
         load_operation=max(1, min(operation, load)),
@@ -225,7 +225,7 @@ def kvcr_config(config: TierConfig, primary: Primary, agent: str) -> KVCRConfig:
 def backend_configs(
     config: TierConfig, primary: Primary, pool: tuple[int, int] | None
 ) -> KVCRBackendConfigs:
-    """KVCR's backends; ``pool`` is the address and the size of this process's pool."""
+    """KVCR's backends; ``pool`` is the address and size of this process's own pool."""
     local = None
     if pool is not None:
         local = LocalDramOptions(pools=[("", *pool)], backend=config.local_dram_backend)
@@ -245,10 +245,10 @@ def backend_configs(
 def guard_config(
     config: TierConfig, local_rank: int | None, namespace: Namespace
 ) -> KVCRGuardConfig | None:
-    """The service's part, where there is one.
+    """How to reach the KVCR service, if one is used.
 
     Raises:
-        OptionError: the digest shall be derived, and there is nothing to derive it of.
+        OptionError: the digest should be derived, but there is no namespace.
     """
     if config.kvcr_service_socket_path is None:
         return None
@@ -258,7 +258,7 @@ def guard_config(
         if not digest:
             raise OptionError(
                 "kvcr tier: compatibility_digest = 'auto' stands for the namespace, "
-                "and there is none; give a digest, or let namespace be 'auto'"
+                "but there is none; give a digest, or set namespace to 'auto'"
             )
     return KVCRGuardConfig(
         kvcr_service_socket_path=config.kvcr_service_socket_path,
@@ -268,71 +268,71 @@ def guard_config(
 
 
 def what_answers(guard: KVCRGuardConfig | None) -> str:
-    """What a start waits for."""
+    """Say what a start waits for; completes "waiting for ..."."""
     if guard is None:
         return "NIXL to start its backends"
     return (
         f"the KVCR service behind kvcr_service_socket_path = "
-        f"{guard.kvcr_service_socket_path!r} to give the pool of guard "
-        f"{guard.guard_index}, and for NIXL (a service that hangs takes the connection "
-        "and stays silent; look at its log, or restart it)"
+        f"{guard.kvcr_service_socket_path!r} to grant the pool of guard "
+        f"{guard.guard_index}, and for NIXL (a service that hangs accepts the "
+        "connection but does not answer: look at its log, or restart it)"
     )
 
 
 def service_refused(
     guard: KVCRGuardConfig | None, error: BaseException
 ) -> RuntimeError | None:
-    """What an operator reads when the service does not give its pool.
+    """Say what to do if the service does not grant its pool.
 
     Args:
-        error: Why KVCR did not start; other reasons than the service give ``None``.
+        error: Why KVCR did not start; ``None`` is returned unless it is the service.
     """
     if guard is None or not isinstance(error, KVCRServiceError):
         return None
     return RuntimeError(
-        f"kvcr tier: no pool from the KVCR service: {error}. Asked was "
+        f"kvcr tier: the KVCR service did not grant a pool: {error}. This engine asked "
         f"kvcr_service_socket_path = {guard.kvcr_service_socket_path!r} for guard "
         f"{guard.guard_index} with compatibility_digest = "
-        f"{guard.compatibility_digest!r}: a service has to listen there, with more "
+        f"{guard.compatibility_digest!r}. A service must listen there, with more "
         "guards (--guard-count) than this index and the same --compatibility-digest, "
         "and no other engine may hold that guard"
     )
 
 
 def files_refused(config: TierConfig, error: BaseException) -> OptionError | None:
-    """KVCR's refusal of files, or of a policy that needs some, in our words."""
+    """Explain why KVCR refuses files, or a policy that needs files."""
     if not isinstance(error, ValueError):
         return None
     if config.g3 is not None and not config.has_own_storage:
         return OptionError(
-            f"kvcr tier: g3 needs a pool, since files hold what the pool evicts; give "
-            "secondary_g2_slots or secondary_g2_bytes, or kvcr_service_socket_path "
-            f"(KVCR: {error})"
+            f"kvcr tier: g3 needs a pool, because files hold the blocks that the pool "
+            "evicts; give secondary_g2_slots, secondary_g2_bytes or "
+            f"kvcr_service_socket_path (KVCR: {error})"
         )
     if config.policy is not None and "requires configured" in str(error):
         return OptionError(
-            f"kvcr tier: policy = {config.policy!r}: it needs storage that is not "
+            f"kvcr tier: policy = {config.policy!r}: needs storage that is not "
             f"configured; give g3, or another policy (KVCR: {error})"
         )
     return None
 
 
 def g3_file_bytes(g3: G3Config, primary: Primary) -> int:
-    """Size of each file: as many whole chunks as its capacity holds.
+    """Size of each file: its capacity, rounded down to whole chunks.
 
     Raises:
-        OptionError: files of this size, or of this primary tier's chunks, cannot be.
+        OptionError: there cannot be files of this size, or with chunks of this size.
     """
     size = g3.capacity_bytes_per_file // primary.row_bytes * primary.row_bytes
     if primary.row_bytes % PAGESIZE:
         raise OptionError(
-            f"kvcr tier: g3 needs chunks of whole {PAGESIZE}-byte pages, and this "
-            f"primary tier's are {primary.row_bytes} bytes"
+            f"kvcr tier: g3 needs chunks of whole {PAGESIZE}-byte pages, but this "
+            f"primary tier's chunks have {primary.row_bytes} bytes"
         )
     if not size:
         raise OptionError(
-            f"kvcr tier: g3.capacity_bytes_per_file = {g3.capacity_bytes_per_file}: "
-            f"holds no whole chunk, which is {primary.row_bytes} bytes here"
+            f"kvcr tier: g3.capacity_bytes_per_file = {g3.capacity_bytes_per_file}: is "
+            f"smaller than one chunk, which has {primary.row_bytes} bytes"
         )
     return size
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""KVCR and its memory: started, undone if the start fails, closed, and kept mapped
-where native code may still touch it."""
+"""Starts KVCR with its memory, undoes a failed start, and closes KVCR again.
+
+Memory that native code may still touch afterwards stays mapped.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,13 +22,13 @@ from vllm.v1.kv_offload.tiering.kvcr.config import TierConfig
 from vllm.v1.kv_offload.tiering.kvcr.peers.channel import PeerChannel, guard_channel
 
 CLOSE_TIMEOUT_S = 20.0
-"""Must exceed what KVCR gives its operations, 5 s, and then its thread, 10 s."""
+"""Must exceed the time that KVCR's ``close`` waits for its operations, 5 s, and then
+for its thread, 10 s."""
 
 
 @dataclass(frozen=True)
 class Natives:
-    """What a backend is made of; the manager's names for them, so that they can be
-    replaced there."""
+    """What a backend is made from: names of the manager, where tests replace them."""
 
     kvcr: Callable[..., Any]
     channel: Callable[[str, int, str], Any]
@@ -36,7 +38,7 @@ class Natives:
 
 
 class Backend:
-    """A running KVCR, and the memory that it works on."""
+    """A running KVCR and the memory that it works on."""
 
     def __init__(self, natives: Natives, primary_buffer: Any) -> None:
         self._natives = natives
@@ -46,7 +48,7 @@ class Backend:
         self.kvcr: KvcrApi
         self.closer: Closer
         self.slots = 0
-        """Slots of KVCR's own pool; 0: it has none, or of unknown size."""
+        """Slots of KVCR's pool; 0 if it has none, or one of unknown size."""
 
     @classmethod
     def start(
@@ -65,14 +67,14 @@ class Backend:
         """Start KVCR.
 
         Args:
-            primary_buffer: What owns the primary tier's memory, to be kept alive.
+            primary_buffer: The owner of the primary tier's memory, to be kept alive.
             port: Where to listen for peers, if they are served.
-            made_files: Files that were made for this start, and go if it fails.
-            bindings: Those of KVCR's callbacks that are not the control channel.
+            made_files: Files that were made for this start; removed if it fails.
+            bindings: KVCR's bindings, except for the control channel.
 
         Raises:
             Exception: KVCR, NIXL or the operating system refused. Nothing is left
-                behind, except buffers that native code may still touch.
+                behind except buffers that native code may still touch.
         """
         backend = cls(natives, primary_buffer)
         try:
@@ -88,12 +90,12 @@ class Backend:
         return backend
 
     def is_incompatible(self, endpoint: str) -> bool:
-        """Whether a peer said that it runs other releases."""
+        """Whether a peer has said that it runs other releases."""
         channel = self._channel
         return isinstance(channel, PeerChannel) and channel.is_incompatible(endpoint)
 
     def stop(self) -> bool:
-        """Close KVCR and give its memory back; whether native code let go of it."""
+        """Close KVCR and free its memory; false if native code may still touch it."""
         if not self.closer.wait(CLOSE_TIMEOUT_S):
             self._retain()
             return False
@@ -124,7 +126,7 @@ class Backend:
                 config.control_host, port, setup.advertise_host(config)
             )
             self._channel = guard_channel(channel, secret)
-        with waiting.told(setup.what_answers(guard)):
+        with waiting.announced(setup.what_answers(guard)):
             self.kvcr = self._natives.kvcr(
                 setup.kvcr_config(config, primary, agent),
                 KVCRBindings(framework_control=self._channel, **bindings),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Why KVCR did not start, in an operator's words."""
+"""Explains to operators why KVCR did not start."""
 
 import os
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ def explain(
     primary: setup.Primary,
     guard: KVCRGuardConfig | None,
 ) -> Exception | None:
-    """What to raise from ``error``, which starting KVCR raised; ``None``: itself."""
-    told = setup.service_refused(guard, error) or setup.files_refused(config, error)
-    if told is None and config.g3 is not None and isinstance(error, OSError):
+    """What to raise from ``error``, which KVCR's start raised; ``None`` for itself."""
+    refusal = setup.service_refused(guard, error) or setup.files_refused(config, error)
+    if refusal is None and config.g3 is not None and isinstance(error, OSError):
         size = setup.g3_file_bytes(config.g3, primary)
-        told = files.explain(error, config.g3.paths, size)
-    return told or _nixl_failed(config, error)
+        refusal = files.explain(error, config.g3.paths, size)
+    return refusal or _nixl_failed(config, error)
 
 
 def _nixl_failed(config: TierConfig, error: BaseException) -> RuntimeError | None:
@@ -45,20 +45,20 @@ def _nixl_failed(config: TierConfig, error: BaseException) -> RuntimeError | Non
         if name.startswith(("UCX_", "NIXL_"))
     ]
     advice = [
-        "the lines above, written by UCX and NIXL to stderr, say which part",
-        "UCX_TLS and UCX_NET_DEVICES may name only what this machine has (ucx_info -d)",
+        "see which part failed in the lines above, which UCX and NIXL wrote to stderr",
+        "in UCX_TLS and UCX_NET_DEVICES, name only what this machine has (ucx_info -d)",
     ]
     if config.g3 is not None:
         advice.append(
-            "where a container blocks asynchronous I/O, or fs.aio-max-nr is used up, "
-            'g3.backend_options may be {"use_uring": true} or {"use_posix_aio": true}'
+            "if the container blocks asynchronous I/O, or fs.aio-max-nr is used up, "
+            'set g3.backend_options to {"use_uring": true} or {"use_posix_aio": true}'
         )
     many = interfaces_warning()
     if many is not None:
         advice.append(many)
     return RuntimeError(
         f"kvcr tier: NIXL could not be started: {error} ({', '.join(backends)}; "
-        f"environment: {' '.join(variables) or 'no UCX_* or NIXL_* variable'}). "
+        f"environment: {' '.join(variables) or 'no UCX_* or NIXL_* variables'}). "
         f"What to do: {'; '.join(advice)}"
     )
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Says what a start waits for, while it waits."""
+"""Logs what a start is waiting for."""
 
 import threading
 import time
@@ -16,8 +16,8 @@ _THEN_S = 15.0
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
-    """Log a line after some seconds, and every few more, until the block is left."""
+def announced(what: str) -> Iterator[None]:
+    """Log a line after some seconds, and again every few, while the block runs."""
     over = threading.Event()
     began = time.monotonic()
 
@@ -25,7 +25,9 @@ def told(what: str) -> Iterator[None]:
         pause_s = _FIRST_S
         while not over.wait(pause_s):
             waited_s = time.monotonic() - began
-            logger.warning("kvcr tier: waiting for %s for %.0f s", what, waited_s)
+            logger.warning(
+                "kvcr tier: after %.0f s still waiting for %s", waited_s, what
+            )
             pause_s = _THEN_S
 
     thread = threading.Thread(target=tell, name="kvcr-tier-wait", daemon=True)

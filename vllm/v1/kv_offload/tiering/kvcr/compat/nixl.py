@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the installed NIXL has. The one place that asks it, and only asks.
+"""Asks the installed NIXL which plugins it has.
 
-What cannot be told is ``None``, and speaks against nothing.
+``None`` means that NIXL cannot tell, in which case nothing is refused.
 """
 
 import uuid
@@ -11,13 +11,13 @@ from typing import Any
 
 
 class Nixl:
-    """The plugins of the installed NIXL, asked through an agent without any."""
+    """The plugins of the installed NIXL, found through an agent that uses none."""
 
     def __init__(self) -> None:
         self._agent: Any | None = None
         self.names: tuple[str, ...] | None = None
         try:
-            # Ships no type annotations.
+            # NIXL ships no type annotations.
             from nixl import (  # type: ignore[import-untyped,unused-ignore]
                 nixl_agent,
                 nixl_agent_config,
@@ -30,13 +30,13 @@ class Nixl:
             self._agent = None
 
     def memory(self, name: str) -> tuple[str, ...] | None:
-        """The kinds of memory that a plugin moves; none if it cannot be loaded."""
+        """The kinds of memory that a plugin moves; empty if it cannot be loaded."""
         if self._agent is None or self.names is None:
             return None
         if name not in self.names:
             return ()
         try:
-            # Not through the wrapper, which writes the failure to the log.
+            # Bypasses the wrapper, which would log a failure.
             _, kinds = self._agent.agent.getPluginParams(name)
         except AttributeError:
             return None
@@ -45,11 +45,11 @@ class Nixl:
         return tuple(map(str, kinds))
 
     def why_unusable(self, name: str, options: Mapping[str, str]) -> str | None:
-        """Why a plugin cannot be used, found by making a backend of it."""
+        """Create a backend of a plugin, and say why it cannot be used if that fails."""
         if self._agent is None:
             return None
         if not self.memory(name):
-            return "it, or a library that it needs, is not here"
+            return "the plugin, or a library that it needs, is missing"
         try:
             self._agent.create_backend(name, dict(options))
         except Exception as error:

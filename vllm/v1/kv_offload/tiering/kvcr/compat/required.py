@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The names that this package takes from vLLM and kvcr without an alternative."""
+"""The names of vLLM and kvcr that this package cannot do without."""
 
 import importlib
 
@@ -18,10 +18,7 @@ REQUIRED_NAMES = {
         "KVCR.release",
         "KVCR.submit_hint",
         "KVCRBindings",
-        "KVCRGuardProtocolError",
-        "KVCRMsgFramingError",
         "KVCRServiceError",
-        "KVCRSocketError",
         "ROUTER_HINT_CAPABILITIES",
         "ROUTER_HINT_KEY",
         "STATE_METRIC",
@@ -44,7 +41,6 @@ REQUIRED_NAMES = {
         "KVCachePolicy",
         "LRUPolicy",
     ),
-    "kvcr.recovery_journal": ("RecoveryJournalError", "RecoveryJournalTornError"),
     "kvcr.types": (
         "BlockKey",
         "BlockMeta",
@@ -58,7 +54,6 @@ REQUIRED_NAMES = {
         "PlacementDecision",
         "PlacementFailure",
         "QueryStatus",
-        "RecoveryMirrorError",
         "ReleaseHandle",
         "TransferError",
     ),
@@ -94,13 +89,13 @@ REQUIRED_NAMES = {
 
 
 def missing_names() -> list[str]:
-    """Those that are not there, each with its module; imports the modules."""
+    """Import their modules, and list those that do not exist, with their module."""
     missing = []
     for module, names in REQUIRED_NAMES.items():
         try:
             loaded = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            # Not what that module itself needs: its own error says that best.
+            # If that module lacks something itself, its own error says so best.
             if not f"{module}.".startswith(f"{error.name}."):
                 raise
             missing.append(module)

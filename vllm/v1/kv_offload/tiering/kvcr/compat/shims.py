@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The one place that knows that releases of vLLM and kvcr differ.
+"""The only place that knows how releases of vLLM and kvcr differ.
 
-Each shim looks at what the installed packages *have*, never at a version number,
-and says whom it serves and when it can go. Nothing else in this package may mention
-a version.
+Each shim looks at what the installed packages *have*, never at a version number, and
+says which releases it serves and when it can go. Nothing else in this package may
+mention a version.
 """
 
 from collections.abc import Callable
@@ -33,50 +33,51 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey
 
 BlockRefs = list[Any]
-"""What KVCR takes as one block's memory: a list with one reference in it."""
+"""One block's memory, in the form that KVCR takes: a list with one reference."""
 
 
 class _NeverRaised(Exception):
-    """Stands for an exception type that the installed kvcr does not have."""
+    """Stands in for an exception type that the installed kvcr does not have."""
 
 
-# Serves kvcr 0.1.0, where start-up never reports native work that it could not
-# stop. Can go when 0.1.0 is no longer supported.
+# Serves kvcr 0.1.0, whose start never reports native work that it could not stop. Can
+# go when 0.1.0 is no longer supported.
 KVCRStartupError: type[Exception] = getattr(
     kvcr_types, "KVCRStartupError", _NeverRaised
 )
 
-# Serves kvcr 0.1.0, which cannot be told of a sequence's order. Can go with 0.1.0.
+# Serves kvcr 0.1.0, which cannot be told in which order blocks are used. Can go with
+# 0.1.0.
 HAS_SEQUENCE_ALIGNMENT = hasattr(kvcr_api.KVCR, "align_sequence")
 
 # Serves vLLM 0.30, the only release that reports the use of blocks to its tiers
-# (``touch``). Since 0.31 its scheduler records in the request where each block is, for
-# the primary tier's own order alone. Can go when 0.30 is no longer supported, unless a
+# (``touch``). Since 0.31 the scheduler records where each block is in the request, and
+# only the primary tier uses that. Can go when 0.30 is no longer supported, unless a
 # later release calls ``touch`` again.
 REPORTS_USE = not hasattr(ReqContext, "set_offload_key_position")
 
-# Serves kvcr 0.1.0, where a block is an address; from 0.1.1 on it is an index into a
-# registered region. Can go with 0.1.0.
+# Serves kvcr 0.1.0, where an address identifies a block; from 0.1.1 on it is an index
+# into a registered region. Can go with 0.1.0.
 _HAS_REGIONS = hasattr(kvcr_types, "RegionDescriptor")
 
-# Serves vLLM before 0.33, whose engine, once asleep, nothing wakes for a peer's
-# request. Can go when 0.32 is no longer supported.
+# Serves vLLM before 0.33, where nothing wakes a sleeping engine for a peer's request.
+# Can go when 0.32 is no longer supported.
 HAS_TIER_POLL_THREAD = hasattr(SecondaryTierManager, "tolerates_off_thread_polling")
 
-# Serves vLLM 0.30, whose tiers take no backpressure detector and whose job results
-# carry no size. Can go when 0.30 is no longer supported.
+# Serves vLLM 0.30, whose tiers take no backpressure detector and whose job results have
+# no size. Can go when 0.30 is no longer supported.
 HAS_BACKPRESSURE = hasattr(SecondaryTierManager, "bp_detector")
 _HAS_TRANSFER_BYTES = "transfer_bytes" in JobResult.__dataclass_fields__
 
-# Serves vLLM 0.30, whose requests have no carrier of their own for hints; see
-# ``request_hints``. Can go when 0.30 is no longer supported.
+# Serves vLLM 0.30, whose requests have no field for hints; see ``request_hints``. Can
+# go when 0.30 is no longer supported.
 _HAS_KV_HINTS = "kv_hints" in ReqContext.__dataclass_fields__
 
-# Serves vLLM before 0.33, which publishes no facts about a tier. Can go when 0.32 is
-# no longer supported.
+# Serves vLLM before 0.33, which publishes no information about a tier. Can go when 0.32
+# is no longer supported.
 _HAS_CONFIG_INFO = hasattr(SecondaryTierManager, "config_info")
 
-# Serves kvcr 0.1.0, whose reports do not say whose memory they are about. Can go with
+# Serves kvcr 0.1.0, whose reports do not say whose memory they concern. Can go with
 # 0.1.0.
 _HAS_MEMORY_OWNERS = (
     "destination_owner" in signature(kvcr_types.TransferError.__init__).parameters
@@ -84,7 +85,7 @@ _HAS_MEMORY_OWNERS = (
 
 
 def primary_region(address: int, row_bytes: int, rows: int) -> dict[str, Any]:
-    """Keyword of ``KVCRBackendConfigs`` that registers the primary tier."""
+    """The argument of ``KVCRBackendConfigs`` that registers the primary tier."""
     if _HAS_REGIONS:
         region = kvcr_types.RegionDescriptor(addr=address, size=row_bytes, count=rows)
         return {"framework_regions": [region]}
@@ -95,7 +96,7 @@ def primary_region(address: int, row_bytes: int, rows: int) -> dict[str, Any]:
 def block_refs_factory(
     agent: str, address: int, row_bytes: int
 ) -> Callable[[int], BlockRefs]:
-    """How KVCR is told of the primary tier's chunk ``i``."""
+    """Make a function that describes chunk ``i`` of the primary tier to KVCR."""
     if _HAS_REGIONS:
         ref = kvcr_types.MemoryRef
         return lambda index: [ref(end_point_name=agent, element_index=index)]
@@ -133,11 +134,11 @@ def job_result(
 
 
 def request_hints(req_context: "ReqContext") -> object | None:
-    """The request's routing metadata, from whichever carrier holds it.
+    """The request's routing metadata, from whichever field holds it.
 
-    vLLM 0.31 gave requests ``kv_hints``; before, and for clients that still do, it
-    travels in ``kv_transfer_params`` under KVCR's key. The second half can go when
-    0.30 is no longer supported.
+    Since vLLM 0.31 requests have ``kv_hints``. Before, the metadata travels in
+    ``kv_transfer_params`` under KVCR's key, as it still does for some clients. The
+    second half can go when 0.30 is no longer supported.
     """
     hints = getattr(req_context, "kv_hints", None)
     if hints is not None:
@@ -147,10 +148,10 @@ def request_hints(req_context: "ReqContext") -> object | None:
 
 
 def writes_primary(error: "kvcr_types.TransferError") -> bool:
-    """Whether a destination report is about the primary tier's memory.
+    """Whether a destination report concerns the primary tier's memory.
 
-    kvcr 0.1.0 does not name the owner; there KVCR's own fills are told by their
-    negative handle. That half can go with 0.1.0.
+    kvcr 0.1.0 does not name the owner; there a negative handle identifies KVCR's own
+    fills. That half can go with 0.1.0.
     """
     owner = getattr(error, "destination_owner", None)
     return owner == "framework" if owner is not None else error.op_handle >= 0
@@ -159,8 +160,8 @@ def writes_primary(error: "kvcr_types.TransferError") -> bool:
 def primary_source_keys(error: "kvcr_types.TransferError") -> set[bytes]:
     """The keys of a source report whose blocks lie in the primary tier.
 
-    kvcr 0.1.0 does not name the owner, so there every key counts: a pin held a
-    little longer than needed is the safe side. Can go with 0.1.0.
+    kvcr 0.1.0 does not name the owner, so there every key counts: to hold a pin a
+    little longer than needed is safe. Can go with 0.1.0.
     """
     owners = getattr(error, "source_owners", None)
     blocks = error.source_blocks or {}
@@ -172,8 +173,8 @@ def primary_source_keys(error: "kvcr_types.TransferError") -> set[bytes]:
 def is_quiescent(kvcr_instance: object) -> bool:
     """Whether native code has provably let go of every buffer.
 
-    ``close()`` raises the progress thread's old failure even after everything was
-    released, and no release has a public way to ask. Can go once one has.
+    ``close()`` repeats the progress thread's old failure even after everything was
+    released, and kvcr has no public way to ask. Can go once it has one.
     """
     probe = getattr(getattr(kvcr_instance, "_core", None), "is_quiescent", None)
     try:
@@ -183,9 +184,9 @@ def is_quiescent(kvcr_instance: object) -> bool:
 
 
 def service_pool_bytes(kvcr_instance: object) -> int | None:
-    """Size of the pool that the KVCR service granted, where it can be told.
+    """Size of the pool that the KVCR service granted; ``None`` if it is not known.
 
-    No release has a public way to ask. Can go once one has.
+    kvcr has no public way to ask. Can go once it has one.
     """
     hold = getattr(kvcr_instance, "_pool_hold", None)
     try:
@@ -195,11 +196,11 @@ def service_pool_bytes(kvcr_instance: object) -> int | None:
 
 
 def peer_forgetter(kvcr_instance: object) -> Callable[[str], None]:
-    """What drops all that KVCR remembers of a control endpoint.
+    """Make a function that drops everything that KVCR remembers of a control endpoint.
 
-    To be called on KVCR's progress thread. Afterwards the endpoint is one that was
-    never heard of. KVCR keeps it for good otherwise, and no release has a public way.
-    Can go once one has.
+    The function has to be called on KVCR's progress thread. To KVCR the endpoint is
+    then a new one. Otherwise KVCR would remember it for good, and it has no public way
+    to forget. Can go once it has one.
     """
     backend = getattr(getattr(kvcr_instance, "_core", None), "_remote_fw_dram", None)
     acknowledged = getattr(backend, "_metadata_acked_sources", None)
@@ -217,9 +218,9 @@ def peer_forgetter(kvcr_instance: object) -> Callable[[str], None]:
 
 
 def native_alive_after(error: BaseException) -> bool:
-    """Whether a failed start of KVCR left native code that may touch the buffers.
+    """Whether a failed start of KVCR left native code that may still touch the buffers.
 
-    kvcr 0.1.0 has no exception that says so; it only sets aside what it could not
+    kvcr 0.1.0 has no exception that says so; it only keeps a list of what it could not
     stop. The second half can go with 0.1.0.
     """
     if KVCRStartupError is not _NeverRaised:
@@ -228,7 +229,7 @@ def native_alive_after(error: BaseException) -> bool:
 
 
 def capabilities() -> dict[str, bool]:
-    """What the installed releases allow, and whether they do."""
+    """Capabilities that depend on the installed releases, and whether they are on."""
     return {
         "off_thread_polling": HAS_TIER_POLL_THREAD,
         "backpressure": HAS_BACKPRESSURE,
@@ -242,7 +243,7 @@ def capabilities() -> dict[str, bool]:
 
 
 def describe_start() -> str:
-    """The line that an operator finds in the log: versions, and what is on and off."""
+    """The line for the log: the versions, and which capabilities are on and off."""
     on = [name for name, has in capabilities().items() if has]
     off = [name for name, has in capabilities().items() if not has]
     versions = environment.describe(environment.look_around())
@@ -250,7 +251,7 @@ def describe_start() -> str:
 
 
 CONFIG_INFO_KEYS = ("kvcr_version", "nixl_version", "kvcr_capabilities")
-"""Labels of the tier's series in vLLM's metric on the configuration."""
+"""The tier's labels in vLLM's metric on the configuration."""
 
 
 def config_info() -> dict[str, str]:

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Wakes a sleeping engine core.
 
-Serves vLLM where a thread polls tiers while the engine core sleeps: it gives them no
-way to ask for a step. Can go once it does.
+Serves vLLM releases in which a thread polls tiers while the engine core sleeps, but a
+tier has no way to ask for a step. Can go once it has one.
 """
 
 import sys
@@ -11,13 +11,14 @@ import threading
 
 
 def wake_engine() -> bool:
-    """Have the engine core of this process look for work; false where there is none.
+    """Make this process's engine core look for work; false if it has no engine core.
 
-    It waits for its queue of requests. The queue is found through the thread that
-    fills it, and the message is the one with which vLLM ends the wait for a shutdown.
-    Callable from every thread; the engine core does nothing if it has no work.
+    A sleeping engine core waits for its queue of requests. The queue is found through
+    the thread that fills it, and the message is the one with which vLLM itself ends
+    that wait at a shutdown. An engine core without work does nothing and sleeps on.
+    Safe on every thread.
     """
-    # Where vLLM runs an engine core, its module is imported.
+    # A process that runs an engine core has imported its module.
     core_type = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCoreProc", None)
     types = getattr(sys.modules.get("vllm.v1.engine"), "EngineCoreRequestType", None)
     wakeup = getattr(types, "WAKEUP", None)

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Other engines: hints that name them, which of them answer, pins they ask for."""
+"""Other engines: the hints that name them, whether they answer, their pins."""

@@ -2,16 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The control channel between KVCR and its peers, bounded and checked.
 
-Wraps the channel that KVCR supplies, which listens; what is sent goes through
-``Connections``. Each message tells which releases its sender runs (``greeting``). KVCR
-sees no message of a peer that runs other releases: that peer gets a refusal instead,
-which ends its pull at once.
+Wraps KVCR's own channel, which listens; outgoing messages go through ``Connections``.
+Each message says which releases its sender runs (``greeting``). KVCR sees no messages
+from a peer that runs different releases. That peer gets a refusal instead, which ends
+its pull at once.
 
 Threading: KVCR calls ``send``, ``recv`` and ``close`` on its progress thread.
-``is_incompatible`` may be called from any.
+``is_incompatible`` may be called on any thread.
 
 Failure model: nothing raises that KVCR's own channel would not raise. A message that
-cannot be sent, or may not be seen, costs its sender a pull.
+cannot be sent, or that KVCR may not see, costs its sender a pull.
 """
 
 import time
@@ -30,7 +30,8 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.greeting import Envelope, Message, Ve
 logger = init_logger(__name__)
 
 INCOMPATIBLE_S = 60.0
-"""How long a peer of other releases is left alone: it may be upgraded meanwhile."""
+"""How long a peer with different releases is left alone. It may be upgraded meanwhile,
+so this must not be long."""
 _MAX_INCOMPATIBLE = 128
 _MAX_LOGGED = 16
 _LOG_INTERVAL_S = 60.0
@@ -43,11 +44,11 @@ _REFUSAL = "write_refused"
 
 
 class PeerChannel:
-    """See above; ``KVCRBindings.framework_control``.
+    """``KVCRBindings.framework_control``; see above.
 
     Args:
         listening: KVCR's channel.
-        envelope: What is added to messages and expected of them.
+        envelope: Seals outgoing messages and authenticates incoming ones.
     """
 
     def __init__(
@@ -68,15 +69,16 @@ class PeerChannel:
         self._unauthentic_logged_at = float("-inf")
 
     def __getattr__(self, name: str) -> Any:
-        # Its endpoint, and what the KVCR service needs to share the listener.
+        # The endpoint, and everything that the KVCR service needs to share the
+        # listener.
         return getattr(self._listening, name)
 
     def when_closed(self, forget: Callable[[str], None]) -> None:
-        """Have ``forget`` called with each endpoint whose connection was closed."""
+        """Have ``forget`` called with each endpoint whose connection is closed."""
         self._forget = forget
 
     def is_incompatible(self, endpoint: str) -> bool:
-        """Whether a peer lately said that it runs other releases."""
+        """Whether a peer has said recently that it runs different releases."""
         until = self._incompatible.get(endpoint)
         return until is not None and self._clock() < until
 
@@ -124,7 +126,8 @@ class PeerChannel:
         theirs = read.vllm_kvcr
         if theirs is not None and not self._envelope.versions.fits(theirs):
             return self._of_other_releases(read, theirs)
-        # KVCR remembers whoever says so; who was not introduced to has no reason to.
+        # KVCR remembers every sender of an acknowledgement, so only peers to which an
+        # introduction was sent may send one.
         return read.type != _INTRODUCTION_SEEN or (
             (read.sender_control_endpoint or "") in self._connections
         )
@@ -135,9 +138,9 @@ class PeerChannel:
         if theirs not in logged and len(logged) < _MAX_LOGGED:
             logged.add(theirs)
             logger.warning(
-                "kvcr tier: the peer at %.80s runs %.80s, this engine runs %s. They "
-                "exchange no blocks until both run the same; hints that name such "
-                "peers are ignored (incompatible_peer)",
+                "kvcr tier: the peer at %.80s runs %.80s, but this engine runs %s. "
+                "They exchange no blocks until both run the same; hints that name "
+                "such peers are ignored (incompatible_peer)",
                 sender,
                 theirs,
                 self._envelope.versions,
@@ -145,15 +148,16 @@ class PeerChannel:
         if read.type == _REFUSAL:
             if sender in self._connections:
                 self._mark(sender)
-            # It ends the pull that was refused, and names no memory.
+            # KVCR may see a refusal: it ends the refused pull and names no memory.
             return True
         if sender and read.source_control_endpoint:
             self._refuse(sender, read)
         return False
 
     def _refuse(self, sender: str, read: Message) -> None:
-        """Say that nothing was, or will be, written for this message."""
-        # A probe asks about a write of whoever had this endpoint before: no answer.
+        """Tell the sender that nothing was, or will be, written for its message."""
+        # A probe is not answered: it is about a write of an earlier engine at this
+        # endpoint.
         write = read.op_handle if read.type == _PULL else None
         refusal = _refusal(str(read.source_control_endpoint), write)
         self._connections.send(sender, self._envelope.seal(refusal))
@@ -165,7 +169,7 @@ class PeerChannel:
             self._incompatible.popitem(last=False)
 
     def _withdraw(self, endpoint: str, write: int | None) -> bool:
-        """Settle a write that was never asked for, instead of probing for its end."""
+        """Settle a write whose request never left, instead of probing for its end."""
         if write is None or not self._connections.withdraw(endpoint, write):
             return False
         self._answers.append(_refusal(endpoint, write))
@@ -182,8 +186,9 @@ class PeerChannel:
             return
         self._unauthentic_logged_at = now
         logger.warning(
-            "kvcr tier: %d control messages without the secret of control_secret_file "
-            "were ignored, the last in the name of %.80s; every peer needs the same",
+            "kvcr tier: ignored %d control messages that were not signed with the "
+            "secret in control_secret_file, the last one sent as %.80s; all peers need "
+            "the same secret",
             self._unauthentic,
             read.sender_control_endpoint or "an unknown peer",
         )
@@ -191,9 +196,9 @@ class PeerChannel:
 
 
 def guard_channel(channel: Any, secret: bytes | None) -> Any:
-    """``channel`` with what is said above around it.
+    """Wrap ``channel`` in a ``PeerChannel``.
 
-    What neither sends nor receives, as a stand-in for KVCR's, is returned as it is.
+    A stand-in that can neither send nor receive is returned as it is.
     """
     if not (hasattr(channel, "send") and hasattr(channel, "recv")):
         return channel
@@ -203,7 +208,7 @@ def guard_channel(channel: Any, secret: bytes | None) -> Any:
 
 
 def _refusal(source: str, write: int | None) -> bytes:
-    """KVCR's message for: this write of ``source`` was not begun and will not be."""
+    """KVCR's message that says that a write of ``source`` will never start."""
     return msgspec.msgpack.encode(
         {"type": _REFUSAL, "sender_control_endpoint": source, "op_handle": write}
     )

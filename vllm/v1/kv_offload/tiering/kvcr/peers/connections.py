@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The connections to peers that this engine has opened: few, whatever is asked for.
+"""The connections that this engine opens to peers, in bounded number.
 
-Hints and peers name the endpoints, so the number of connections, what waits in them and
-the time spent on host names are bounded here. A message waits until its peer is
-connected; where it never was, the caller learns that the message never left. The
-sockets have a ZeroMQ context of their own, so that they cannot use up the process's.
+Hints and peers choose the endpoints, so this bounds the number of connections, the
+messages that wait in them, and the time spent on host names. A message waits until its
+peer is connected. If the peer never is, the caller learns that the message never left.
+The sockets have their own ZeroMQ context, so that they cannot use up the sockets of the
+process's default one.
 
-All of it runs on KVCR's progress thread.
+Everything runs on KVCR's progress thread.
 """
 
 import time
@@ -26,15 +27,17 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.resolver import Resolver
 
 MAX_CONNECTIONS = 128
 MAX_SOCKETS = MAX_CONNECTIONS + 64
-"""ZeroMQ closes sockets on a thread of its own, and may be a few behind."""
+"""Must exceed the connections: ZeroMQ closes sockets on a thread of its own, which may
+lag a few behind."""
 MAX_HELD = 256
-"""Messages that wait for one peer; more than the pulls that can be under way."""
+"""Messages that may wait for one peer. Must exceed the pulls that can be in
+progress."""
 _MAX_HELD_BYTES = 4 << 20
 _MAX_OPENED = 8
-"""Connections opened for introductions between two polls: each takes up to a
-millisecond of a thread that KVCR declares stalled after one operation timeout."""
+"""Connections that introductions may open between two polls. Each takes up to a
+millisecond, and KVCR declares this thread stalled after one operation timeout."""
 _IDLE_S = 300.0
-"""When an unused connection is closed. ZeroMQ dials for as long as it is open."""
+"""After this time an unused connection is closed. ZeroMQ redials while it is open."""
 _SWEEP_S = 10.0
 _FIRST_TRY_S, _LAST_TRY_S = 0.001, 0.1
 _NAME_LIFETIME_S = 30.0
@@ -54,7 +57,7 @@ class _Connection:
     endpoint: Endpoint
     used_at: float
     pulls: bool = False
-    """Whether blocks were asked for over it."""
+    """Whether blocks were requested over it."""
     socket: zmq.Socket | None = None
     address: str | None = None
     asked_at: float = float("-inf")
@@ -68,8 +71,8 @@ class Connections:
     """Sockets by endpoint, the least recently used first.
 
     Args:
-        on_closed: Told of an endpoint whose connection is closed, and of the writes
-            asked for in messages that never left.
+        on_closed: Called with the endpoint of each connection that is closed, and with
+            the writes whose requests never left.
     """
 
     def __init__(
@@ -105,10 +108,10 @@ class Connections:
         """Send a message, now or once the peer is connected.
 
         Args:
-            write: The operation that the message asks a write for, if it does.
-            pulls: Whether the message is about blocks; such a connection is kept
+            write: The operation for which the message requests a write, if it does.
+            pulls: Whether the message is about blocks. Connections for blocks are kept
                 longer than others.
-            once: Whether one such message is as good as several.
+            once: Whether one such message waiting is as good as several.
         """
         connection = self._connections.get(endpoint)
         if connection is None:
@@ -130,7 +133,7 @@ class Connections:
         return self._hold(endpoint, connection, _Held(message, write, once), now)
 
     def withdraw(self, endpoint: str, write: int) -> bool:
-        """Take back the message that asks for a write, if it has not left yet."""
+        """Take back the message that requests a write, if it has not left yet."""
         connection = self._connections.get(endpoint)
         for held in connection.held if connection is not None else ():
             if held.write == write:
@@ -141,7 +144,7 @@ class Connections:
         return False
 
     def flush(self) -> None:
-        """Send what waited; close what nobody uses. Called at each poll."""
+        """Send waiting messages and close unused connections. Called at each poll."""
         self._opened = 0
         for host, address in self._resolver.take():
             self._resolved(host, address)
@@ -204,14 +207,14 @@ class Connections:
             endpoint
             for endpoint, connection in self._connections.items()
             if now - connection.used_at > _IDLE_S
-            # What waits for a peer that was pulled from can give memory back.
+            # A message that waits for a peer with pulls may free memory.
             and not (connection.pulls and connection.held)
         ]
         for endpoint in idle:
             self.drop(endpoint)
 
     def _least_useful(self) -> str:
-        """The oldest that was never pulled from, or else the oldest."""
+        """The oldest connection without pulls, or else the oldest."""
         for endpoint, connection in self._connections.items():
             if not connection.pulls:
                 return endpoint
@@ -229,7 +232,7 @@ class Connections:
         except zmq.ZMQError:
             return False
         socket.setsockopt(zmq.LINGER, 0)
-        # Without it a message for a peer that never was there would count as sent.
+        # Otherwise a message for a peer that never existed would count as sent.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.SNDHWM, MAX_HELD)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT)
@@ -270,7 +273,7 @@ class Connections:
         return True
 
     def _keep_resolved(self, connection: _Connection, now: float) -> None:
-        """Ask now and then whether a name still means the address connected to."""
+        """Check now and then whether a name still has the address connected to."""
         if now - connection.asked_at > _NAME_LIFETIME_S and self._resolver.ask(
             connection.endpoint.host
         ):
@@ -290,6 +293,6 @@ class Connections:
 
 
 def _try_later(connection: _Connection, now: float) -> None:
-    """Soon at first, and then at longer and longer intervals."""
+    """Try again soon at first, and then at longer and longer intervals."""
     waited = now - connection.held_since
     connection.try_at = now + min(_LAST_TRY_S, max(_FIRST_TRY_S, waited / 4))

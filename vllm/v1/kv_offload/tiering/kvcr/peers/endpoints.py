@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Control endpoints as others write them, and which of them may be pulled from.
+"""Parses control endpoints, and decides from which of them blocks may be pulled.
 
-One peer can be written in many ways. Each way that is accepted has one canonical form,
-so that spellings of one endpoint count once. Nothing here asks a name server.
+An endpoint can be spelled in many ways. All accepted spellings have the same canonical
+form, so that they count as one endpoint. Nothing here asks a name server.
 """
 
 import re
@@ -13,13 +13,13 @@ from ipaddress import IPv4Address, IPv4Network
 
 _ENDPOINT = re.compile(r"tcp://(\[[^\]]{0,64}\]|[^\[\]:]{1,254}):([0-9]{1,5})", re.A)
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.A)
-# What inet_aton() takes for a part of an address, though nobody writes it so.
+# Matches everything that inet_aton() accepts as part of an address.
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.A)
 _MAX_NAME = 253
 
 
 class EndpointError(ValueError):
-    """An endpoint that cannot be dialled; ``reason`` is a label, the text explains."""
+    """An endpoint that cannot be dialled; ``reason`` is a metric's label."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -29,28 +29,28 @@ class EndpointError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     host: str
-    """An IPv4 address, or a name in lower case without a dot at its end."""
+    """An IPv4 address, or a name in lower case without a trailing dot."""
     port: int
     address: IPv4Address | None
-    """The host, unless it is a name."""
+    """The host, if it is an address."""
 
     def __str__(self) -> str:
         return f"tcp://{self.host}:{self.port}"
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Read ``tcp://host:port``.
+    """Parse ``tcp://host:port``.
 
     Raises:
-        EndpointError: it is none, or nobody can listen there.
+        EndpointError: it is not an endpoint, or nobody can listen there.
     """
     match = _ENDPOINT.fullmatch(text)
     if match is None or not 0 < int(match[2]) < 1 << 16:
-        raise EndpointError("bad_endpoint", f"{text[:80]!r} is no tcp://host:port")
+        raise EndpointError("bad_endpoint", f"{text[:80]!r} is not tcp://host:port")
     written, port = match[1], int(match[2])
     if written.startswith("["):
         raise EndpointError(
-            "ipv6", f"{text[:80]!r} is an IPv6 endpoint, and KVCR listens on IPv4 only"
+            "ipv6", f"{text[:80]!r} is an IPv6 endpoint, but KVCR listens on IPv4 only"
         )
     host = _host(written)
     if host is None:
@@ -61,7 +61,7 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def _host(written: str) -> str | IPv4Address | None:
-    """The canonical host; ``None`` for what no peer can be found by."""
+    """The canonical form of a host; ``None`` if no peer can be reached by it."""
     name = written.lower().removesuffix(".")
     labels = name.split(".")
     if _NUMBER.fullmatch(labels[-1]):
@@ -80,28 +80,30 @@ def peer_pattern(value: str) -> str:
     """The canonical form of an entry of ``allowed_peers``.
 
     Raises:
-        ValueError: it is no host name, IPv4 address or IPv4 network.
+        ValueError: it is not a host name, an IPv4 address or an IPv4 network.
     """
     text = value.strip()
     if "/" in text:
         try:
             return str(IPv4Network(text))
         except ValueError as error:
-            raise ValueError(f"no IPv4 network such as 10.0.0.0/8: {error}") from error
+            raise ValueError(
+                f"is not an IPv4 network such as 10.0.0.0/8: {error}"
+            ) from error
     host = _host(text)
     if host is None:
         raise ValueError(
             "give a host name, an IPv4 address or an IPv4 network, without scheme or "
-            "port; names are compared as they are written in hints, not resolved"
+            "port; names are compared with what hints say, without being resolved"
         )
     return str(host)
 
 
 class AllowedPeers:
-    """The hosts that may be pulled from.
+    """The hosts from which blocks may be pulled.
 
     Args:
-        patterns: As ``peer_pattern`` returns them; ``None`` allows every host.
+        patterns: As returned by ``peer_pattern``; ``None`` allows every host.
     """
 
     def __init__(self, patterns: Iterable[str] | None) -> None:

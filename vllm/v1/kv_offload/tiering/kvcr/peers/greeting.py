@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What this adapter adds to KVCR's control messages, and reads from them.
+"""Adds fields to KVCR's control messages, and reads them.
 
-KVCR's messages are MessagePack maps, of which it ignores the fields that it does not
-know. One more field says which releases the sender runs; with a shared secret a last
-one authenticates the whole message. Peers without this adapter and the KVCR service
-ignore both fields, and send neither.
+KVCR's messages are MessagePack maps, and KVCR ignores fields that it does not know. The
+adapter adds a field that says which releases the sender runs and, with a shared secret,
+a last field that authenticates the whole message. Peers without this adapter and the
+KVCR service ignore both fields and send neither.
 """
 
 import hmac
@@ -18,23 +18,23 @@ _FIELD = "vllm_kvcr"
 _DIGEST = "sha256"
 _DIGEST_BYTES = 32
 _encode = msgspec.msgpack.encode
-# The last field: its name, the mark of 32 bytes, and the 32 bytes.
+# The last field is its name, MessagePack's header for 32 bytes, and the 32 bytes.
 _MAC_FIELD = _encode(f"{_FIELD}_mac") + b"\xc4\x20"
 _SEALED_BYTES = len(_MAC_FIELD) + _DIGEST_BYTES
 LEAST_SECRET_BYTES = 16
 
 
 class Versions(msgspec.Struct, frozen=True):
-    """The releases that decide what goes over the wire; empty where not known."""
+    """The releases that define the wire format; empty if they are not known."""
 
     kvcr: str = ""
     nixl: str = ""
 
     def fits(self, other: "Versions") -> bool:
-        """Whether the two can exchange blocks, as far as is known.
+        """Whether two engines can exchange blocks, as far as is known.
 
-        Neither KVCR's messages nor NIXL's metadata promise to be understood by another
-        release, and a receiver that is written to by one has crashed.
+        Neither KVCR's messages nor NIXL's metadata are compatible between releases, and
+        a write from another release has crashed the receiver.
         """
         return all(
             ours == theirs or not ours or not theirs
@@ -46,7 +46,7 @@ class Versions(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct):
-    """The fields of a control message that are looked at here."""
+    """The fields of a control message that the adapter uses."""
 
     type: str = ""
     op_handle: int | None = None
@@ -59,9 +59,9 @@ _DECODER = msgspec.msgpack.Decoder(Message)
 
 
 def read(message: bytes) -> Message | None:
-    """The fields of a message; ``None`` for what is not worth showing to KVCR.
+    """The fields of a message; ``None`` if KVCR should not see it.
 
-    Among that is what is nested so deeply that decoding it would end KVCR's thread.
+    For example, decoding a message that is nested too deeply would end KVCR's thread.
     """
     try:
         return _DECODER.decode(message)
@@ -71,13 +71,13 @@ def read(message: bytes) -> Message | None:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Seals what is sent, and tells what may be received."""
+    """Seals outgoing messages and authenticates incoming ones."""
 
     versions: Versions
     secret: bytes | None = None
 
     def seal(self, message: bytes) -> bytes:
-        """``message``, a map of KVCR's, with the fields described above."""
+        """Add the fields described above to ``message``, a map of KVCR."""
         count, start = _map_header(message)
         body = message[start:] + _encode(_FIELD) + _encode(self.versions)
         if self.secret is None:
@@ -86,7 +86,7 @@ class Envelope:
         return body + _MAC_FIELD + hmac.digest(self.secret, body, _DIGEST)
 
     def is_authentic(self, message: bytes) -> bool:
-        """Whether the sender knows the secret, where there is one."""
+        """Whether the sender knows the secret; true if there is none."""
         if self.secret is None:
             return True
         body = message[:-_SEALED_BYTES]
@@ -97,10 +97,10 @@ class Envelope:
 
 
 def read_secret(file: Path) -> bytes:
-    """The shared secret, without the white space around it.
+    """Read the shared secret, without the white space around it.
 
     Raises:
-        ValueError: the file cannot be read, or holds too little.
+        ValueError: the file cannot be read, or the secret is too short.
     """
     try:
         secret = file.read_bytes().strip()
@@ -108,8 +108,8 @@ def read_secret(file: Path) -> bytes:
         raise ValueError(f"cannot be read: {error.strerror or error}") from error
     if len(secret) < LEAST_SECRET_BYTES:
         raise ValueError(
-            f"holds {len(secret)} bytes, at least {LEAST_SECRET_BYTES} are needed; "
-            "make one with: openssl rand -hex 32"
+            f"holds {len(secret)} bytes, but at least {LEAST_SECRET_BYTES} are needed; "
+            "make a secret with: openssl rand -hex 32"
         )
     return secret
 
@@ -119,7 +119,7 @@ def _map_header(message: bytes) -> tuple[int, int]:
     if message[:1] == b"\xde":
         return int.from_bytes(message[1:3], "big"), 3
     if not message or message[0] & 0xF0 != 0x80:
-        raise ValueError("no MessagePack map")
+        raise ValueError("not a MessagePack map")
     return message[0] & 0x0F, 1
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which sources of blocks answer: peers, and this engine's own files.
+"""Tracks which sources of blocks answer: peers, and this engine's own files.
 
-A peer that nobody has pulled from yet is introduced first: one block is pulled beside
-all requests, which run as if they had no hint until it arrives. Connecting, exchanging
-NIXL's metadata and wiring UCX up can take seconds, which is no peer's fault.
+A new peer is introduced first: one block is pulled on behalf of no request, and until
+it arrives all requests run as if they had no hint. Connecting, exchanging NIXL's
+metadata and setting up UCX can take seconds, even if the peer is healthy.
 
-A source that is known to answer and then stays silent for a whole timeout is left
-alone, twice as long each time, and is then introduced again. So a dead peer or a disk
-that hangs costs one wait and not one a request. Files need no first introduction.
+If a source stays silent for a whole timeout, it is left alone, twice as long each time,
+and then introduced again. So a dead peer, or a disk that hangs, costs one wait instead
+of one wait per request. Files need no first introduction.
 """
 
 import time
@@ -18,17 +18,18 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 FILES = "files"
-"""Stands for this engine's own files, beside the peers' ``tcp://`` endpoints."""
+"""The name of this engine's own files; peers have ``tcp://`` endpoints."""
 
 FIRST_COOLDOWN_S = 10.0
 LONGEST_COOLDOWN_S = 600.0
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
-"""Between introductions that told nothing, such as one block that was not there."""
+"""The pauses between inconclusive introductions, for example if the block was gone."""
 
 SILENT_SHARE = 0.9
-"""A transfer that failed after this share of its time was not answered. KVCR's deadline
-can be the same as ours; the rest is for the polls in between."""
+"""A transfer that fails after this share of its timeout counts as unanswered. Must be
+less than 1: KVCR's deadline can be the same as the tier's, and polls come a little
+before or after it."""
 
 _MAX_SOURCES = 1024
 
@@ -36,9 +37,9 @@ _MAX_SOURCES = 1024
 class Standing(Enum):
     USABLE = auto()
     UNKNOWN = auto()
-    """Not introduced yet, or introductions told nothing so far."""
+    """It was not introduced yet, or not conclusively."""
     COOLING = auto()
-    """Left alone after a silence."""
+    """It was silent and is left alone for a while."""
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class _Source:
 
 
 class Liveness:
-    """What is known of each source. Bounded; driven by one thread."""
+    """The known sources, in bounded number. Driven by one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -61,7 +62,7 @@ class Liveness:
         self._files = _Source(proven=True)
 
     def standing(self, name: str) -> Standing:
-        """Whether blocks may be asked for. Changes nothing."""
+        """Whether a source may be asked for blocks. Changes nothing."""
         source = self._known(name)
         if source is None:
             return Standing.UNKNOWN
@@ -85,7 +86,7 @@ class Liveness:
         return True
 
     def heard(self, name: str) -> None:
-        """A block arrived in time."""
+        """Note that a block arrived in time."""
         source = self._source(name)
         source.proven = True
         source.introducing = False
@@ -94,16 +95,16 @@ class Liveness:
         source.heard_at = self._clock()
 
     def heard_late(self, name: str) -> None:
-        """A block arrived after it was given up: the source is alive, but slow.
+        """Note that a block arrived too late: the source is alive, but slow.
 
-        It is usable once it has cooled down, without another introduction.
+        It is used again after its pause, without another introduction.
         """
         source = self._source(name)
         source.proven = True
         source.introducing = False
 
     def inconclusive(self, name: str) -> None:
-        """An introduction failed before its time, which tells nothing."""
+        """Note that an introduction failed early, which proves nothing."""
         source = self._source(name)
         source.introducing = False
         pause = FIRST_PAUSE_S * 2.0 ** min(source.inconclusive, 16)
@@ -111,9 +112,9 @@ class Liveness:
         source.left_alone_until = self._clock() + min(pause, LONGEST_PAUSE_S)
 
     def silent(self, name: str, asked_at: float) -> None:
-        """Nothing arrived in time of what was asked for at ``asked_at``.
+        """Note that nothing arrived in time of what was asked for at ``asked_at``.
 
-        Ignored if the source was heard of since, or if this silence was noted already.
+        Ignored if the source has answered since, or if this silence was noted before.
         """
         source = self._source(name)
         source.introducing = False

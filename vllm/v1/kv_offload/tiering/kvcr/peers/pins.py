@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Peers' requests for blocks that lie in the primary tier.
+"""Pins blocks in the primary tier while peers read them.
 
-KVCR asks through callbacks, inside its own poll, when vLLM's manager cannot be asked.
-So a request is queued and answered from ``serve``, where it can: the blocks that are
-there are pinned by one store job, which ends when KVCR releases the pin.
+KVCR asks for pins through callbacks inside its poll, when vLLM's manager cannot be
+called. So requests are queued, and ``serve`` answers them when the manager can be
+called. One store job pins those of the blocks that are in the primary tier, and ends
+when KVCR releases the pin.
 
-Failure model: nothing raises. A request that cannot be answered is answered with
-nothing; a job that was made for it comes back failed. A block that is on its way into
-the primary tier keeps its request waiting until KVCR gives it up.
+Failure model: nothing raises. A request that fails gets an empty answer, and a job that
+was already created for it ends as failed. While a block is on its way into the primary
+tier, its request waits until KVCR gives up.
 """
 
 from collections import OrderedDict, deque
@@ -31,9 +32,11 @@ from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Losses, Lost
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 
 MAX_KEYS_PER_SERVE = 2048
-"""Bounds what one engine step spends on peers; further requests wait for the next."""
+"""Bounds the time that an engine step spends on peers; other requests wait for the next
+step."""
 MAX_RETRIES_PER_SERVE = 16
-"""Of requests that wait for a block on its way; the others come up in later steps."""
+"""Requests that wait for a block and are tried again in one step; others wait for later
+steps."""
 
 _Requests = OrderedDict[PinRequestId, tuple[BlockKey, ...]]
 
@@ -45,13 +48,13 @@ class _Pin:
 
 
 class Pins:
-    """Pins asked for, answered and held. Driven by one thread.
+    """The pins that are requested, answered and held. Driven by one thread.
 
     Args:
-        block_refs: How KVCR is told of a chunk of the primary tier.
-        explain_foreign: Says what a key of another namespace differs in.
-        uncounted: Give results a size of zero bytes, so that vLLM's backpressure does
-            not take the time that a peer holds a pin for a slow store.
+        block_refs: Describes a chunk of the primary tier to KVCR. explain_foreign: Says
+        in which fields a key of another namespace differs. uncounted: Whether results
+        have a size of zero bytes, so that vLLM's backpressure
+            does not mistake a pin that a peer holds for a slow store.
     """
 
     def __init__(
@@ -78,12 +81,12 @@ class Pins:
         self._answers: list[tuple[PinRequestId, PinResult]] = []
         self._held: dict[PinHandle, _Pin] = {}
         self._refused: set[PinHandle] = set()
-        # Appended to by the thread that closes KVCR as well.
+        # The thread that closes KVCR appends to it, too.
         self._results: deque[JobResult] = deque()
 
     @property
     def outstanding(self) -> int:
-        """Pins whose job is not over: KVCR may read their blocks."""
+        """Pins whose job has not ended, because KVCR may still read their blocks."""
         return len(self._held)
 
     @property
@@ -92,7 +95,7 @@ class Pins:
 
     @property
     def pending(self) -> bool:
-        """Whether anything is under way: asked, answered, held or to be reported."""
+        """Whether anything is requested, answered, held or to be reported."""
         return bool(
             self._asked or self._waiting or self._answers or self._held or self._results
         )
@@ -110,12 +113,12 @@ class Pins:
         return answers
 
     def cancel_pin_request(self, request_id: PinRequestId) -> None:
-        """KVCR no longer waits. An answer that was given is released by KVCR."""
+        """Forget a request. If it was answered before, KVCR releases the answer."""
         self._asked.pop(request_id, None)
         self._waiting.pop(request_id, None)
 
     def release_pin(self, handle: PinHandle) -> bool:
-        """Let go of a pin; false while a peer's write may still read its blocks."""
+        """Release a pin; false while a write to a peer may still read its blocks."""
         pin = self._held.get(handle)
         if pin is None:
             return True
@@ -129,14 +132,14 @@ class Pins:
 
     @property
     def only_refused(self) -> bool:
-        """Whether all that is held are pins that KVCR would release, were it safe."""
+        """Whether only pins are held that KVCR wanted to release before it was safe."""
         return len(self._held) == len(self._refused)
 
     def let_go_of_refused(self) -> int:
-        """Give back pins that a write from them may still read; how many.
+        """Release pins although a write may still read their blocks, and count them.
 
-        Wrong bytes can come to nobody by it: KVCR calls a source uncertain only long
-        after the peer gave the same pull up, whose memory then counts for nothing.
+        Nobody gets wrong bytes because of it: KVCR reports a source as uncertain only
+        long after the peer has given up the same pull and no longer uses what arrives.
         """
         refused = list(self._refused)
         for handle in refused:
@@ -147,9 +150,9 @@ class Pins:
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def serve(self, parent: ParentManager) -> bool:
-        """Answer what can be answered; true if there is an answer for KVCR.
+        """Answer the requests that can be answered; true if KVCR has answers to take.
 
-        What this costs a step does not grow with what is waiting.
+        The cost does not grow with the number of requests that wait.
         """
         budget = MAX_KEYS_PER_SERVE
         again = min(len(self._waiting), MAX_RETRIES_PER_SERVE)
@@ -169,15 +172,15 @@ class Pins:
         return bool(self._answers)
 
     def abandon(self) -> None:
-        """KVCR is gone: nobody waits for an answer any more."""
+        """Forget all requests: KVCR is gone, so nobody waits for answers."""
         self._asked.clear()
         self._waiting.clear()
         self._answers.clear()
 
     def native_stopped(self) -> None:
-        """Native code has let go of every buffer: give every pin back.
+        """Release every pin: native code has let go of all buffers.
 
-        The quarantine has been told before.
+        The quarantine has to be told first.
         """
         for handle in list(self._held):
             self.release_pin(handle)
@@ -188,7 +191,7 @@ class Pins:
         request_id: PinRequestId,
         keys: tuple[BlockKey, ...],
     ) -> bool:
-        """Pin what is there. False: wait, a block is on its way."""
+        """Pin the blocks that are there; false if it has to wait for one on its way."""
         context = ReqContext(req_id=f"{self._request_prefix}{request_id}")
         job: TransferJob | None = None
         present: dict[BlockKey, OffloadKey] | None = None
@@ -220,7 +223,7 @@ class Pins:
         keys: tuple[BlockKey, ...],
         context: ReqContext,
     ) -> dict[BlockKey, OffloadKey] | None:
-        """The keys that are there now, or ``None`` while one is on its way."""
+        """The keys that are there; ``None`` while one of them is on its way."""
         present: dict[BlockKey, OffloadKey] = {}
         foreign = 0
         missing = 0

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Host names to addresses, on threads of its own.
+"""Resolves host names on threads of its own.
 
-ZeroMQ would resolve a name on the thread that serves all of its sockets, and a name
-server that does not answer would hold up every peer. Here it holds up names only.
+ZeroMQ would resolve a name on the thread that serves all of its sockets, so a name
+server that does not answer would hold up every peer. Here it holds up only the peers
+whose names are not resolved yet.
 """
 
 import queue
@@ -17,7 +18,7 @@ _MOST_KNOWN = 1024
 
 
 class Resolver:
-    """Driven by one thread, which asks, takes answers and is never made to wait."""
+    """Resolves names for one thread, which never has to wait."""
 
     def __init__(self) -> None:
         self._questions: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -31,7 +32,7 @@ class Resolver:
         return self._known.get(host)
 
     def ask(self, host: str) -> bool:
-        """Have a name resolved; false where too many wait already."""
+        """Have a name resolved; false if too many names wait already."""
         if host in self._asked:
             return True
         if len(self._asked) >= _MOST_WAITING:
@@ -40,7 +41,7 @@ class Resolver:
         self._questions.put(host)
         if self._threads < _THREADS:
             self._threads += 1
-            # A daemon, since nothing can end a lookup that hangs.
+            # A daemon thread, because a lookup that hangs cannot be ended.
             threading.Thread(
                 target=_work,
                 args=(self._questions, self._answers),
@@ -50,7 +51,7 @@ class Resolver:
         return True
 
     def take(self) -> list[tuple[str, str | None]]:
-        """Names with their addresses, or ``None`` where they have none."""
+        """Return new answers: names with their addresses, or with ``None``."""
         if not self._asked:
             return []
         taken = []
@@ -66,7 +67,7 @@ class Resolver:
         return taken
 
     def close(self) -> None:
-        """Have the threads end as soon as they can."""
+        """Make the threads end as soon as they can."""
         for _ in range(self._threads):
             self._questions.put("")
 

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What the tier tells: metrics, health, KV events, memory held back."""
+"""The tier's reports: metrics, health, KV events, and memory that is held back."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Whether the files take what KVCR's pool evicts.
+"""Watches whether blocks that KVCR's pool evicts can be written to the files.
 
-KVCR drops a block that it cannot write, and tells its policy alone. That the deadline
-of a store passed meanwhile, because the engine did not step for long, is no fault of
-the disk, and not told apart by KVCR: while stores time out, nothing is said of it.
+KVCR drops a block that it cannot write, and tells only its policy. It also drops blocks
+if a store missed its deadline because the engine did not step for a long time. That is
+not the disk's fault, but KVCR reports it in the same way, so the disk is not blamed
+while stores time out.
 """
 
 import time
@@ -18,12 +19,12 @@ from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health, Reason
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Losses, Lost
 
 _QUIET_S = 60.0
-"""How long writing has to go well before the disk counts as sound again: one of several
-files may fail while the others work."""
+"""How long no write may fail before the disk counts as healthy again. A single success
+proves little: one of several files may fail while the others work."""
 
 
 class DiskWatch:
-    """Told of what could, and could not, be written to the files."""
+    """Counts and judges writes to the files."""
 
     def __init__(self, health: Health, losses: Losses, paths: Sequence[Path]) -> None:
         self._health = health
@@ -31,18 +32,18 @@ class DiskWatch:
         self._failed_at = 0.0
         self.files = ", ".join(map(str, paths))
         self.events = 0
-        """Grows whenever a block enters or leaves a file: something moves."""
+        """Grows whenever a block enters or leaves a file."""
         self.unjudged = False
-        """Writes failed since the last call of ``judge``."""
+        """Whether writes have failed since the last call of ``judge``."""
 
     def placement_failed(self, failure: PlacementFailure) -> None:
-        """KVCR's policy hook: a block that should have moved to a file is dropped."""
+        """Note that KVCR dropped a block that it should have moved to a file."""
         if failure.reason in WRITE_FAILURES:
             self._losses.add(Lost.DISK_FAILED)
             self.unjudged = True
 
     def judge(self, *, stores_time_out: bool) -> None:
-        """Hold failed writes against the disk, unless stores missed their deadline."""
+        """Blame the disk for failed writes, unless stores missed their deadline."""
         self.unjudged = False
         if not stores_time_out:
             self._failed_at = time.monotonic()
@@ -51,7 +52,7 @@ class DiskWatch:
             )
 
     def report(self, event: InventoryEvent) -> None:
-        """KVCR's inventory sink: what enters a file has been written."""
+        """Take KVCR's inventory events: a block that enters a file has been written."""
         if event.tier is not CacheTier.G3:
             return
         self.events += 1

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""KVCR's inventory as vLLM's KV events."""
+"""Turns KVCR's inventory events into vLLM's KV events."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,21 +16,19 @@ Sink = Callable[[InventoryEvent], None]
 
 
 def sink_of(sinks: Sequence[Sink]) -> Sink | None:
-    """One inventory sink in front of several."""
-    if len(sinks) < 2:
-        return sinks[0] if sinks else None
+    """One inventory sink that calls several; ``None`` if there are none."""
 
     def report(event: InventoryEvent) -> None:
         for sink in sinks:
             sink(event)
 
-    return report
+    return report if sinks else None
 
 
 class Inventory:
-    """Collects what KVCR reports until vLLM takes it.
+    """Collects KVCR's reports until vLLM takes them.
 
-    KVCR reports on the thread that calls into it, so this needs no lock.
+    KVCR reports on the thread that calls it, so this needs no lock.
     """
 
     def __init__(self, codec: KeyCodec, locality: Locality | None) -> None:
@@ -43,7 +41,7 @@ class Inventory:
         return bool(self._events)
 
     def report(self, event: InventoryEvent) -> None:
-        """KVCR's inventory sink."""
+        """Take KVCR's inventory events."""
         medium = MEDIA[event.tier]
         if medium is None:
             return
@@ -60,6 +58,6 @@ class Inventory:
         )
 
     def take(self) -> list[OffloadingEvent]:
-        """Hand the collected events over, once."""
+        """Return the collected events, once."""
         events, self._events = self._events, []
         return events

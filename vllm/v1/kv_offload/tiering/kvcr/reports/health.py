@@ -12,9 +12,9 @@ logger = init_logger(__name__)
 class State(Enum):
     HEALTHY = "healthy"
     DEGRADED = "degraded"
-    """Works in part: the reason says what does not."""
+    """The tier works in part; the reason says what does not work."""
     FAILED = "failed"
-    """KVCR is gone: every lookup misses, every job fails, the engine recomputes."""
+    """KVCR is gone: every lookup misses, every job fails, and the engine recomputes."""
 
 
 class Reason(Enum):
@@ -23,39 +23,39 @@ class Reason(Enum):
     NONE = ("none", "")
     SOURCE_STALLED = (
         "source_stalled",
-        "peers can no longer pull from this engine until it is restarted; it was not "
-        "scheduled for a whole operation_timeout_ms: give it CPU, or raise the option",
+        "Peers cannot pull from this engine until it is restarted, because KVCR's "
+        "thread was not scheduled for a whole operation_timeout_ms. Give the engine "
+        "more CPU, or raise the option",
     )
     LANDING_FULL = (
         "landing_full",
-        "writes of peers that died or hang still own KVCR's memory, so nothing can be "
-        "pulled from peers; restart this engine to get it back",
+        "Unfinished writes of peers that died or hang occupy KVCR's memory, so nothing "
+        "can be pulled from peers. Restart this engine to free it",
     )
     MEMORY_UNCERTAIN = (
         "memory_uncertain",
-        "a peer may still write into memory that is therefore held back; it is freed "
-        "once the peer is heard of, or when this engine restarts",
+        "A peer that does not answer may still access this memory, so it is not reused "
+        "until the peer answers again or this engine restarts",
     )
     CORRUPT_BLOCKS = (
         "corrupt_blocks",
-        (
-            "read from a g3 file, they were not what was stored; peers that pull them "
-            "from KVCR's pool cannot tell: check the disk and restart this engine"
-        ),
+        "Peers that pull such blocks from KVCR's pool cannot notice the damage. Check "
+        "the disk and restart this engine",
     )
     DISK_STALLED = (
         "disk_stalled",
-        "blocks on file are recomputed meanwhile, and the files are tried again after "
-        "a pause; check their disk, or raise operation_timeout_ms if it is only slow",
+        "Until the files answer again, which is tried after a pause, blocks in files "
+        "are recomputed. Check the disk, or raise operation_timeout_ms if it is only "
+        "slow",
     )
     DISK_FAILING = (
         "disk_failing",
-        "blocks that leave KVCR's pool are lost instead of being kept in a file: check "
-        "the disk, and restart this engine if a file was moved or replaced",
+        "Blocks that leave KVCR's pool are lost instead of being moved to a file. "
+        "Check the disk, and restart this engine if a file was moved or replaced",
     )
     BACKEND_FAILED = (
         "backend_failed",
-        "blocks are recomputed from here on; restart this engine to use KVCR again",
+        "Blocks are recomputed from now on. Restart this engine to use KVCR again",
     )
 
     def __init__(self, label: str, advice: str) -> None:
@@ -77,7 +77,7 @@ class Health:
         return self.state is State.FAILED
 
     def degrade(self, reason: Reason, detail: object) -> None:
-        """Note that something does not work; the same reason is logged once."""
+        """Note that something does not work; each reason is logged once."""
         if reason in self._degraded or self.failed:
             return
         self._degraded.append(reason)
@@ -87,7 +87,7 @@ class Health:
         )
 
     def recover(self, reason: Reason) -> None:
-        """Note that what ``reason`` stands for works again."""
+        """Note that something works again."""
         if reason not in self._degraded or self.failed:
             return
         self._degraded.remove(reason)
@@ -98,7 +98,7 @@ class Health:
         logger.info("kvcr tier: %s is over, now %s", reason.label, self.state.value)
 
     def fail(self, error: BaseException) -> None:
-        """Note, once and for good, that KVCR can no longer be used."""
+        """Note that KVCR can no longer be used, which is final."""
         if self.failed:
             return
         self._set(State.FAILED, Reason.BACKEND_FAILED)
@@ -111,7 +111,7 @@ class Health:
 
     @property
     def changed(self) -> bool:
-        """Whether the state is another one than at the last ``take_changes``."""
+        """Whether the state has changed since the last ``take_changes``."""
         return (self.state, self.reason) != self._reported
 
     def take_changes(self) -> list[tuple[str, str, int]]:

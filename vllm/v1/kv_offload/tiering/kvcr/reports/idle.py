@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What happens while the engine sleeps reaches vLLM's metrics all the same.
+"""Gets what happens while the engine sleeps into vLLM's metrics.
 
-vLLM asks a tier for its metrics in steps only, and peers pull from an engine that takes
-none. So an engine that sleeps is woken for one step when there is news, at most once a
-second. Without news it sleeps on.
+vLLM asks a tier for its metrics only in steps, but peers also pull from an engine that
+sleeps. So a sleeping engine is woken for one step when there is something to report, at
+most once a second.
 """
 
 import math
@@ -18,15 +18,15 @@ _INTERVAL_S = 1.0
 
 
 class IdleReports:
-    """Driven by whoever drives the tier, so under vLLM's lock.
+    """Wakes the engine for its metrics. Runs under vLLM's lock, like the whole tier.
 
     Args:
-        enabled: Metrics are reported at all.
+        enabled: Whether metrics are reported at all.
     """
 
     def __init__(self, losses: Losses, health: Health, enabled: bool) -> None:
         self.due = False
-        """Whether a step is wanted; only where the engine was woken for it."""
+        """Whether the engine was woken and has not taken its step yet."""
         self._losses = losses
         self._health = health
         self._stats = KvcrStats()
@@ -34,17 +34,17 @@ class IdleReports:
         self._next_look = 0.0 if enabled else math.inf
 
     def new_stats(self) -> KvcrStats:
-        """What KVCR records into from now on: it asks for one whenever one is taken."""
+        """Make the object that KVCR records into next, after the last one was taken."""
         self._stats = KvcrStats()
         return self._stats
 
     def step(self) -> None:
-        """The engine takes a step, at whose end vLLM asks for metrics."""
+        """Note that the engine takes a step, at whose end vLLM asks for metrics."""
         self.due = False
         self._stepped = True
 
     def poll(self) -> None:
-        """Wake the engine if it sleeps and there is news."""
+        """Wake the engine if it sleeps and there is something to report."""
         now = time.monotonic()
         if now < self._next_look:
             return

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The ledger of memory that a transfer which could not be stopped may still touch.
+"""The ledger of memory that transfers which could not be stopped may still touch.
 
-KVCR reports such memory as ``uncertain``, and as ``quiesced`` once it is free again.
-Between the two it must not be used for anything else. KVCR reports inside its poll,
-before it fails the operation or asks for the pin: who acts on these reads the ledger.
+KVCR reports such memory as ``uncertain``, and as ``quiesced`` once it is free again. In
+between it must not be used for anything else. KVCR reports inside its poll, before it
+fails the operation or releases the pin; whoever handles these reads the ledger.
 """
 
 from kvcr.types import TransferError
@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health, Reason
 
 
 class Quarantine:
-    """What KVCR reported and has not taken back. Made before KVCR.
+    """The reports that KVCR has not taken back. Exists before KVCR does.
 
     Args:
         is_source: Whether peers pull from this engine.
@@ -27,7 +27,7 @@ class Quarantine:
         self._reads: dict[int, set[bytes]] = {}
         self._pool: dict[int, int] = {}
         self.pool_slots = 0
-        """Slots of KVCR's pool that a peer may still write to."""
+        """Slots of KVCR's pool into which a peer may still write."""
 
     @property
     def is_empty(self) -> bool:
@@ -42,7 +42,7 @@ class Quarantine:
         return any(not keys.isdisjoint(held) for held in self._reads.values())
 
     def report(self, error: Exception) -> None:
-        """KVCR's ``on_resilience_event``."""
+        """Take KVCR's ``on_resilience_event`` calls."""
         if not isinstance(error, TransferError):
             if self._is_source:
                 self._health.degrade(Reason.SOURCE_STALLED, error)
@@ -79,7 +79,7 @@ class Quarantine:
                 self._pool[handle] = blocks
             self._degrade(blocks, "destination")
         else:
-            # Given back is what was reported, whatever this report counts.
+            # Undo what was reported before, whatever numbers this report contains.
             self._writes.discard(handle)
             self._pool.pop(handle, None)
         self.pool_slots = sum(self._pool.values())

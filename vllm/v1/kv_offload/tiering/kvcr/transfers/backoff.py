@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which blocks not to try again yet, after a load that failed.
+"""Remembers which blocks failed to load, so that they are not tried again at once.
 
-KVCR answers FETCHABLE for a block on disk however often reading it failed, and
-vLLM promotes whatever is answered as a hit: without a memory of failures the two
-would go round for ever.
+However often reading a block from disk has failed, KVCR answers FETCHABLE for it, and
+vLLM tries to load every block that is a hit. Without this memory the two would try
+again for ever.
 """
 
 import time
@@ -15,16 +15,17 @@ from kvcr.types import CacheTier, InventoryEvent
 
 from vllm.v1.kv_offload.base import OffloadKey
 
+# Doubled each time that the block fails again.
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 300.0
 _MAX_KEYS = 1 << 16
 
 
 class Backoff:
-    """Failed blocks: a miss for the request that failed, and for all for a while.
+    """Makes a failed block a miss for its request and, for a while, for all requests.
 
     Args:
-        prefix_bytes: Length of what a block key has before the offload key.
+        prefix_bytes: Length of the part of a block key before the offload key.
     """
 
     def __init__(
@@ -32,16 +33,16 @@ class Backoff:
     ) -> None:
         self._prefix_bytes = prefix_bytes
         self._clock = clock
-        # Only requests that are under way: a load can fail after its request ended.
+        # Only requests in progress: a load can fail after its request has ended.
         self._by_request: dict[str, set[OffloadKey] | None] = {}
         self._requests_with_failures = 0
         # key -> (failures in a row, when to try again)
         self._by_key: OrderedDict[OffloadKey, tuple[int, float]] = OrderedDict()
         self.active = False
-        """Whether any failure is remembered; read before ``blocks``."""
+        """Whether any failure is remembered; checked before ``blocks`` is called."""
 
     def blocks(self, key: OffloadKey, request_id: str) -> bool:
-        """Whether a lookup has to miss."""
+        """Whether a lookup has to be a miss."""
         failed = self._by_request.get(request_id)
         if failed is not None and key in failed:
             return True
@@ -49,7 +50,7 @@ class Backoff:
         return entry is not None and self._clock() < entry[1]
 
     def begin(self, request_id: str) -> None:
-        """Remember failures of a request from here on."""
+        """Remember a request's failures from now on."""
         self._by_request.setdefault(request_id, None)
 
     def failed(
@@ -58,7 +59,8 @@ class Backoff:
         """Note a failed load.
 
         Args:
-            everyone: It is the blocks' fault: no request should try for a while.
+            everyone: Whether it is the blocks' fault, so that no request should try
+                them for a while.
         """
         if request_id in self._by_request:
             known = self._by_request[request_id]
@@ -78,16 +80,16 @@ class Backoff:
         self._settle()
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget the failures of blocks that could be loaded, or that are gone."""
+        """Forget the failures of blocks that have been loaded or stored again."""
         if self._by_key:
             for key in keys:
                 self._by_key.pop(key, None)
             self._settle()
 
     def report(self, event: InventoryEvent) -> None:
-        """KVCR's inventory sink: a store makes a block whole.
+        """Take KVCR's inventory events: a store replaces a block that failed.
 
-        A block that no lookup finds enters the pool by a store alone.
+        While lookups do not find a block, only a store can bring it into the pool.
         """
         if not self._by_key or event.removed or event.tier is not CacheTier.LOCAL_G2:
             return

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Checks that a block read from below is one that was stored under its key.
+"""Checks that a loaded block holds the bytes that were stored under its key.
 
-With files, what KVCR hands back need not be what it was given: another process may
-write to a file, a disk may lie, and a read that missed its deadline may complete into
-memory that holds another block by then. A 64-bit checksum of each block, taken while
-its slot is pinned for the store and compared while its slot is reserved for the load,
-turns each of these into a miss.
+With files, KVCR may return other bytes than it was given: another process may write to
+a file, a disk may return wrong data, and a read that missed its deadline may complete
+into memory that holds another block by then. A 64-bit checksum turns each of these into
+a miss. It is computed while the block's slot is pinned for the store, and compared
+while its slot is reserved for the load.
 
-A peer's block is taken as it comes: its checksum is that of its first load out of the
-pool. If it went to a file before anybody loaded it, nobody can tell whether it is
-right; that is a miss too, and no damage.
+A block from a peer gets its checksum when it is first loaded from the pool. If it went
+to a file before anybody loaded it, nobody can tell whether it is right; that is a miss
+too, but not damage.
 
-Checksums are computed on one thread beside the engine's, in the order in which they
-were asked for. Everything else runs on the engine's.
+Checksums are computed on a thread of their own, in the order of the requests.
+Everything else runs on the engine's thread.
 """
 
 from collections import deque
@@ -34,13 +34,13 @@ from vllm.v1.kv_offload.tiering.kvcr.transfers.residency import (
 
 
 class Checked(NamedTuple):
-    """The outcome of one ``record`` or ``verify``."""
+    """The result of one ``record`` or ``verify``."""
 
     token: Any
     corrupt: list[bytes]
-    """They are not what was stored."""
+    """Blocks whose bytes are not those that were stored."""
     unverified: list[bytes]
-    """They were in a file, and nobody knows what was stored."""
+    """Blocks that were in a file, and whose stored bytes nobody knows."""
 
 
 @dataclass(slots=True)
@@ -48,17 +48,17 @@ class _Work:
     token: Any
     chunks: list[int]
     sums: list[Sum] | None
-    """To be filled in; ``None``: to be compared with ``copies``."""
+    """To be filled in; ``None`` if the blocks are to be compared with ``copies``."""
     keys: list[bytes]
     copies: list[Copy]
 
 
 class BlockSums:
-    """Checksums of the blocks that KVCR holds.
+    """Computes and compares checksums of the blocks that KVCR holds.
 
     Args:
-        rows: The primary tier, one row a chunk.
-        residency: What KVCR holds.
+        rows: The primary tier, one row for each chunk.
+        residency: The blocks that KVCR holds.
     """
 
     def __init__(self, rows: np.ndarray, residency: Residency) -> None:
@@ -70,11 +70,10 @@ class BlockSums:
     def record(
         self, token: object, blocks: list[tuple[bytes, int]]
     ) -> dict[bytes, Sum]:
-        """Take the checksums of ``(block key, chunk)`` pairs that KVCR is about to be
-        given; then ``token`` is done.
+        """Compute the checksums of ``(block key, chunk)`` pairs that will be stored.
 
-        The chunks must stay unchanged until then. Returns what ``stored`` is to be
-        told.
+        The chunks must not change until ``take_done`` returns ``token``. Returns the
+        argument for ``stored``.
         """
         sums = self._residency.storing([key for key, _ in blocks])
         if len(sums) < len(blocks):
@@ -84,13 +83,13 @@ class BlockSums:
         return sums
 
     def stored(self, sums: dict[bytes, Sum]) -> None:
-        """KVCR is done with what it was given."""
+        """Note that KVCR is done with a store."""
         self._residency.stored(sums)
 
     def expect(self, keys: Iterable[bytes]) -> dict[bytes, Copy]:
-        """What KVCR is about to deliver: for ``verify``, when it has.
+        """The copies that KVCR is about to deliver, as an argument for ``verify``.
 
-        To be asked before: by the time a block has arrived, KVCR may have evicted it.
+        Called before the delivery: KVCR may have evicted a block when it has arrived.
         """
         return self._residency.copies(keys)
 
@@ -100,7 +99,7 @@ class BlockSums:
         expected: dict[bytes, Copy],
         blocks: list[tuple[bytes, int]],
     ) -> None:
-        """Compare the blocks that arrived; then ``token`` is done."""
+        """Compare the blocks that arrived; ``take_done`` then returns ``token``."""
         blocks = [block for block in blocks if block[0] in expected]
         keys = [key for key, _ in blocks]
         chunks = [chunk for _, chunk in blocks]
@@ -108,7 +107,7 @@ class BlockSums:
         self._start(_Work(token, chunks, None, keys, copies))
 
     def take_done(self) -> list[Checked]:
-        """What was done since the last call."""
+        """The checks that were completed since the last call."""
         outcomes = []
         while self._done:
             work, found = self._done.popleft()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What is under way: a job of vLLM's, and the operations of KVCR's it was cut into."""
+"""A job of vLLM, and the KVCR operations that it is split into."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,30 +13,31 @@ from vllm.v1.kv_offload.tiering.kvcr.compat.shims import BlockRefs
 from vllm.v1.kv_offload.tiering.kvcr.transfers.residency import Copy, Sum
 
 Blocks = dict[bytes, BlockRefs]
-"""Block key -> where the block lies, or will lie, in the primary tier."""
+"""Block key -> the block's place in the primary tier."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds, in blocks; a window is what may be under way at a time."""
+    """Bounds in blocks; a window limits how many are in flight at a time."""
 
     load_operation: int
     load_window: int
     store_operation: int
     store_window: int
     file_operation: int
-    """Fewer blocks than ``load_operation``: a read tells nothing before all of its
-    blocks are there, and a slow disk must not pass for one that hangs."""
+    """Smaller than ``load_operation``: a read reports nothing until all of its blocks
+    have arrived, and a slow disk must not be taken for one that hangs."""
     file_window: int
-    """Pool slots for blocks from files; 0: there are none."""
+    """Pool slots for blocks from files; 0 without files."""
     peer_window: int
-    """Pool slots for blocks from peers; 0: there are none."""
+    """Pool slots for blocks from peers; 0 without peers."""
     stages_peers: bool
-    """Off: peers write into the primary tier, and only introductions are staged."""
+    """If false, peers write into the primary tier, and only introductions are
+    staged."""
     operation_timeout_s: float
     """How long KVCR works on one operation."""
     file_timeout_s: float
-    """How long a load waits for a file without getting a block."""
+    """How long a load waits for files without getting a block."""
     pull_timeout_s: float
     """How long a load waits for a peer without getting a block."""
     introduction_timeout_s: float
@@ -52,9 +53,9 @@ class Job:
     request_id: str
     started_at: float
     unsettled: int
-    """Blocks whose outcome is not known yet; the job ends with the last."""
+    """Blocks without a result yet; the job ends with the last one."""
     cursor: int = 0
-    """Keys before it were given to KVCR or are being staged."""
+    """Keys before it were given to KVCR or to the staging."""
     failed: set[bytes] = field(default_factory=set)
     dropped: int = 0
     skipped: int = 0
@@ -62,9 +63,11 @@ class Job:
     chunk_of: dict[bytes, int] | None = None
     """Each block key's chunk, where blocks are verified."""
     moved_at: float = 0.0
-    """When it first asked for staged blocks or, later, when one of them last came."""
+    """When it first asked for staged blocks or, later, when one of them last
+    arrived."""
     exposed: bool = False
-    """KVCR raised when asked to write for it, and may write all the same."""
+    """Whether KVCR raised when it was asked to write for this job, but may still
+    write."""
 
 
 @dataclass(slots=True)
@@ -75,21 +78,21 @@ class Operation:
     blocks: Blocks
     started_at: float
     source: str | None = None
-    """The peer or the files that a load's blocks came from; ``None``: the pool."""
+    """The peer or the files that a load's blocks came from; ``None`` for the pool."""
     claims: list[ReleaseHandle] | None = None
-    """What holds staged blocks in the pool until they are copied."""
+    """Keep staged blocks in the pool until they are copied."""
     pending: set[bytes] | None = None
-    """Blocks without an outcome; filled when the first piece is not all of them."""
+    """Blocks without a result; ``None`` until some, but not all, have one."""
     done: bool = False
     unchecked: bool = False
-    """A store whose checksums are still being taken."""
+    """Whether this is a store whose checksums are still being computed."""
     stored_sums: dict[bytes, Sum] | None = None
-    """For ``BlockSums.stored``, when a store is over."""
+    """For ``BlockSums.stored``, once a store is over."""
     expected_copies: dict[bytes, Copy] | None = None
-    """For ``BlockSums.verify``, when a load is over."""
+    """For ``BlockSums.verify``, once a load is over."""
 
     def settle(self, keys: Mapping[bytes, object]) -> Collection[bytes]:
-        """Note that ``keys`` have an outcome; return those that had none before."""
+        """Note that ``keys`` have a result; return those that had none before."""
         if self.done:
             return ()
         if self.pending is None:

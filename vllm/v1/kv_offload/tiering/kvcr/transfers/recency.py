@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Tells KVCR which blocks vLLM uses without asking for them, within a bound.
+"""Tells KVCR, within bounds, which blocks vLLM uses without loading them.
 
-A prefix that vLLM has on its GPU is never loaded from below, so KVCR would take it for
+A prefix that vLLM has on its GPU is never loaded from below, so KVCR would consider it
 unused. A vLLM that reports use (``shims.REPORTS_USE``) reports all keys of a request,
-many times over. Each key passed on costs KVCR some 10 µs on the engine's thread and
-leaves a stale entry in its eviction queue. KVCR rebuilds that queue at once when stale
-entries outnumber the others: a third of a second with 200,000 slots.
+many times. Each key that is passed on costs about 10 µs on the engine's thread and
+leaves a stale entry in KVCR's eviction queue. When stale entries outnumber the others,
+KVCR rebuilds the queue in one go, which takes a third of a second with 200,000 slots.
 
-So a call reports at most ``MAX_KEYS``; no blocks again that were reported a short while
-ago, counted in stores; and of all blocks half as many as were stored. A full pool
-evicts a block for each one stored, which takes stale entries along, so that reporting
-by itself does not make KVCR rebuild its queue.
+So a call reports at most ``MAX_KEYS`` keys, skips blocks that were reported a short
+while ago (counted in stores), and over time reports half as many blocks as are stored.
+A full pool evicts one block for each block stored, and stale entries with it, so that
+reports alone never make KVCR rebuild its queue.
 """
 
 from collections import OrderedDict
@@ -22,25 +22,26 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadKey
 
 MAX_KEYS = 128
-"""Reported in one call: 1 to 4 ms, as busy as the machine is."""
+"""Most keys reported in one call, which takes 1 to 4 ms, depending on the load."""
 GROUP = 16
-"""Blocks that are remembered as one. A key stands for all blocks before it, too, so
-that a group's last key names it."""
+"""Blocks that are remembered together. A key also stands for all blocks before it, so
+the last key of a group identifies the group."""
 MAX_LOOKED_AT = 4096
 STORES_PER_KEY = 2
-"""With 1, KVCR rebuilds its queue every other time that its pool was filled anew."""
+"""Must exceed 1: with 1, KVCR rebuilds its queue every second time that its pool is
+refilled."""
 _MAX_CREDIT = 4096
 _REMEMBERED_GROUPS = 1 << 14
-# A block in use is then never older, to KVCR, than this share of its pool's stores.
+# To KVCR a block in use never looks older than this share of a pool's worth of stores.
 _STALE_AFTER_POOLS = 1 / 8
 
 
 class Recency:
-    """What was reported of late. Runs on the thread that drives the tier.
+    """Remembers recent reports. Runs on the thread that drives the tier.
 
     Args:
-        align: KVCR's ``align_sequence``; what it raises is raised here.
-        prefix: In front of each key.
+        align: KVCR's ``align_sequence``; its exceptions pass through.
+        prefix: The prefix of each key.
         slots: Blocks in KVCR's pool.
     """
 
@@ -56,12 +57,12 @@ class Recency:
         self._reported: OrderedDict[OffloadKey, int] = OrderedDict()
 
     def stored(self, blocks: int) -> None:
-        """Blocks are on their way into the pool, and others out of it."""
+        """Note that blocks are being stored, so that a full pool evicts as many."""
         self._stored += blocks
         self._credit = min(self._credit + blocks, self._most_credit)
 
     def used(self, keys: Collection[OffloadKey]) -> None:
-        """A request uses these blocks, in this order."""
+        """Note that a request uses these blocks, in this order."""
         room = min(MAX_KEYS, self._credit // STORES_PER_KEY)
         if not room:
             return

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Which bytes KVCR may hold of each block, for as long as it holds the block.
+"""Tracks which bytes KVCR may hold of each block, for as long as it holds the block.
 
-KVCR reports what enters and leaves its pool and its files (``report``), and tells its
-policy where a block came from (``ingested``). From the two follows whose bytes a copy
-in the pool has: a store's, a file's, or a peer's. What is known of a block ends when
-KVCR's last copy of it goes, so that there are as many entries here as KVCR and the
-stores under way have blocks.
+KVCR reports which blocks enter and leave its pool and its files (``report``), and tells
+its policy where a block came from (``ingested``). Together they determine whether a
+copy in the pool has the bytes of a store, a file or a peer. A block is forgotten when
+KVCR's last copy of it goes, so there are never more entries here than blocks in KVCR
+and in the stores in progress.
 
-KVCR calls on the thread that calls into it, before that call returns; nothing here
-needs a lock.
+KVCR makes these calls on the thread that calls it, before that call returns, so nothing
+here needs a lock.
 """
 
 from collections.abc import Iterable
@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 from kvcr.types import BlockMeta, CacheTier, InventoryEvent
 
+# A block that is recomputed again and again may have other bytes each time.
 _MOST_SUMS = 4
 
 
 class Sum:
-    """The checksum of some bytes; ``value`` is ``None`` while nobody has taken it."""
+    """The checksum of some bytes; ``value`` is ``None`` until it was computed."""
 
     __slots__ = ("value",)
 
@@ -30,7 +31,7 @@ class Sum:
 
 
 RECOVERED = Sum()
-"""Of every block that the KVCR service kept from an earlier process."""
+"""The checksum of every block that the KVCR service kept from an earlier process."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,9 +39,9 @@ class Copy:
     """A block in the pool."""
 
     sums: tuple[Sum, ...]
-    """It holds the bytes of one of them."""
+    """The block has the bytes of one of them."""
     from_file: bool
-    """They may have been read from a file, which may have been damaged."""
+    """Whether the bytes may come from a file, which may be damaged."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,11 +49,11 @@ class _Held:
     pool: Copy | None = None
     file: tuple[Sum, ...] = ()
     storing: tuple[Sum, ...] = ()
-    """Stores under way whose bytes KVCR may take."""
+    """Stores in progress whose bytes KVCR may take."""
 
 
 class Residency:
-    """See above."""
+    """The blocks that KVCR holds, and those being stored."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}
@@ -61,10 +62,10 @@ class Residency:
     def __len__(self) -> int:
         return len(self._held)
 
-    # --- what KVCR tells -------------------------------------------------------------
+    # --- what KVCR reports -----------------------------------------------------------
 
     def report(self, event: InventoryEvent) -> None:
-        """KVCR's inventory sink."""
+        """Take KVCR's inventory events."""
         if event.tier is CacheTier.LOCAL_G2:
             change = self._left_pool if event.removed else self._entered_pool
         elif event.tier is CacheTier.G3:
@@ -75,8 +76,11 @@ class Residency:
             change(key)
 
     def ingested(self, meta: BlockMeta, source: CacheTier) -> None:
-        """KVCR's policy hook: called just before ``report``, for a block of which there
-        was no copy, and at start-up for each block that the KVCR service kept."""
+        """Take the calls of the policy's hook.
+
+        They come just before ``report``, for blocks of which there was no copy, and at
+        the start for each block that the KVCR service kept.
+        """
         if source is CacheTier.REMOTE_G2:
             self._from_peers.add(meta.block_key)
         elif source is not CacheTier.FW_G2:
@@ -89,9 +93,9 @@ class Residency:
     # --- what the checksums ask ------------------------------------------------------
 
     def storing(self, keys: Iterable[bytes]) -> dict[bytes, Sum]:
-        """Note a store, and return what it may bring in.
+        """Note a store, and return the checksums that it may add.
 
-        Blocks that are in the pool are left out: KVCR keeps the copy it has.
+        Blocks that are in the pool are left out, because KVCR keeps the copy it has.
         """
         sums = {}
         for key in keys:
@@ -105,7 +109,7 @@ class Residency:
         return sums
 
     def stored(self, sums: dict[bytes, Sum]) -> None:
-        """That store is over, whatever became of it."""
+        """Note that a store is over, successful or not."""
         for key, over in sums.items():
             held = self._held[key]
             if len(held.storing) == 1:
@@ -116,9 +120,10 @@ class Residency:
                 self._forget_unless_held(key, held)
 
     def copies(self, keys: Iterable[bytes]) -> dict[bytes, Copy]:
-        """What a delivery that starts now reads, as far as a file may have harmed it.
+        """The copies that a delivery would read if it started now.
 
-        A block that is in neither tier, or only on its way from a peer, is left out.
+        A block that is in neither tier, or is still on its way from a peer, is left
+        out.
         """
         copies = {}
         for key in keys:
@@ -150,7 +155,7 @@ class Residency:
             self._forget_unless_held(key, held)
 
     def _entered_file(self, key: bytes) -> None:
-        # Always out of the pool.
+        # Blocks enter files only from the pool.
         held = self._held.setdefault(key, _Held())
         held.file = (Sum(),) if held.pool is None else held.pool.sums
 
@@ -166,7 +171,7 @@ class Residency:
 
 
 def _fill(held: _Held) -> Copy:
-    """What the pool has of a block after a store or a read from a file."""
+    """The copy that the pool has after a store, or after a read from a file."""
     if not held.file:
         return Copy(held.storing or (Sum(),), from_file=False)
     sums = held.file
@@ -174,6 +179,5 @@ def _fill(held: _Held) -> Copy:
         if each.value is None or all(each.value != other.value for other in sums):
             sums = (*sums, each)
     if len(sums) > _MOST_SUMS:
-        # Recomputed again and again, and other bytes each time.
         sums = (*sums[-_MOST_SUMS:], Sum())
     return Copy(sums, from_file=True)

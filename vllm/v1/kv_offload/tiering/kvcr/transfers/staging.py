@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Staging: blocks on their way into KVCR's pool, from peers or from files.
+"""Staging: fetches blocks from peers and files into KVCR's pool.
 
-A write that KVCR could not stop in time may still come. It then ends in the pool, where
-KVCR itself keeps the memory out of use, and never in a slot that vLLM has given to
-another block. What has landed stays claimed, so that nothing evicts it, until it was
-copied on and ``release`` gave the claim back.
+A write that KVCR could not stop in time may still arrive later. It then lands in the
+pool, where KVCR keeps the memory out of use, and never in a slot that vLLM has given to
+another block. A block that has landed is claimed, so that it cannot be evicted, until
+it was copied to the primary tier and ``release`` returned the claim.
 
-Each source has a lane of its own: a source that hangs fills its lane, and no other.
+Each source has its own lane, so that a source that hangs blocks only itself.
 
-Failure model: what becomes of the blocks is returned, as ``Landed`` and ``Missed``.
-KVCR's exceptions pass through. Runs on the thread that drives the tier.
+Failure model: the fate of the blocks is returned, as ``Landed`` and ``Missed``. KVCR's
+exceptions pass through. Runs on the thread that drives the tier.
 """
 
 import time
@@ -36,14 +36,14 @@ from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import Blocks, Job, Limits
 
 _MOST_OF_FREE = 0.75
-"""Share of the peers' free slots that one peer may take. Less than 1, so that a peer
-that hangs leaves room for others, and those for yet others."""
+"""Share of the free slots for peers that one peer may take. Must be less than 1, so
+that each peer that hangs leaves room for others."""
 _CHECKS_PER_TIMEOUT = 16
-"""How often in a timeout it is looked for what takes too long."""
+"""How often per timeout to look for fetches that take too long."""
 
 
 class Landed(NamedTuple):
-    """Blocks of a load that are in the pool, claimed."""
+    """Blocks of a load that are in the pool and claimed."""
 
     job: Job
     source: str
@@ -52,7 +52,7 @@ class Landed(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """Blocks of a load that will not come."""
+    """Blocks of a load that will not arrive."""
 
     job: Job
     source: str
@@ -65,10 +65,9 @@ Outcome = Landed | Missed
 
 @dataclass(slots=True)
 class _Pull:
-    """Some of what a job wants from one source."""
+    """Blocks that a job wants from one source."""
 
     job: Job
-    request_id: str
     items: list[tuple[bytes, list[object]]]
     cursor: int = 0
 
@@ -77,7 +76,7 @@ class _Pull:
 class _Fetch:
     lane: "_Lane"
     pull: _Pull | None
-    """``None``: an introduction, which belongs to no job."""
+    """``None`` for an introduction, which belongs to no job."""
     blocks: Blocks
     pending: set[bytes]
     started_at: float
@@ -89,17 +88,17 @@ class _Lane:
     source: str
     timeout_s: float
     moved_at: float
-    """When a block last arrived or, for files, when anything was last written."""
+    """When a block last arrived or, for files, when one was last written."""
     waiting: deque[_Pull] = field(default_factory=deque)
     in_pool: int = 0
-    """Slots in use: being fetched, or landed and not released."""
+    """Slots in use by blocks that are being fetched, or have landed and are claimed."""
 
     def last_moved(self, pull: _Pull) -> float:
-        """Since when a pull has got nothing.
+        """When a pull last made progress.
 
-        A disk serves all pulls in turn, and writes blocks before it can read others
-        into a full pool, so any movement speaks for it. A request waits for a peer as
-        long as its own job gets nothing.
+        A disk serves all pulls in turn, and has to write blocks before others can be
+        read into a full pool, so any movement counts as progress. From a peer, only
+        blocks for the same job count.
         """
         if self.source is FILES:
             return max(pull.job.moved_at, self.moved_at)
@@ -110,9 +109,9 @@ class Staging:
     """The blocks that are being staged.
 
     Args:
-        limits: Its two windows bound the pool slots in use for files and for peers.
-        hinted: The ids of the requests that have a hint, and so a way to a peer.
-        disk: Counts what moves to and from the files, where there are any.
+        limits: Its ``file_window`` and ``peer_window`` bound the pool slots in use.
+        hinted: The ids of the requests with a hint; the others cannot reach a peer.
+        disk: Counts the blocks that move in and out of the files, if there are any.
     """
 
     def __init__(
@@ -142,15 +141,16 @@ class Staging:
         self.fetching: set[bytes] = set()
         """Blocks that KVCR is fetching."""
         self.unawaited: set[bytes] = set()
-        """Blocks that KVCR is fetching and no request should wait for: introductions,
-        and what was given up. KVCR itself goes on for seconds."""
+        """The blocks among them that no request should wait for: those of
+        introductions, and those that were given up, which KVCR may go on fetching for
+        seconds."""
         self._next_check = 0.0
         self._file_events = 0
         self._quarantined = 0
 
     @property
     def peer_room(self) -> int:
-        """Slots of the peers' window that no unstopped write owns."""
+        """Slots for peers that are not held by writes that could not be stopped."""
         return self._limits.peer_window - self._quarantine.pool_slots
 
     @property
@@ -160,11 +160,25 @@ class Staging:
 
     @property
     def introducing(self) -> bool:
-        """Whether an introduction is wanted or under way: KVCR has to be polled."""
+        """Whether KVCR has to be polled because of an introduction."""
         return bool(self._wanted) or self._introductions > 0
 
+    def why_not(self, source: str, key: bytes, request_id: str) -> Lost | None:
+        """Why a block cannot be staged from a source now, if it cannot.
+
+        The block may then be used to introduce the source.
+        """
+        limits, files = self._limits, source is FILES
+        if not (limits.file_window if files else limits.peer_window):
+            return None  # KVCR is a stand-in that cannot fetch
+        if self._liveness.standing(source) is not Standing.USABLE:
+            self.introduce(source, key, request_id)
+            return Lost.DISK_STALLED if files else Lost.INTRODUCING
+        full = limits.stages_peers and not files and self.peer_room <= 0
+        return Lost.LANDING_FULL if full else None
+
     def introduce(self, source: str, key: bytes, request_id: str) -> None:
-        """Have the next ``pump`` pull one block, to learn whether a source answers.
+        """Have the next ``pump`` fetch one block to learn whether a source answers.
 
         Does nothing unless an introduction is due.
         """
@@ -172,14 +186,14 @@ class Staging:
             self._wanted[source] = (key, request_id)
 
     def stage(self, job: Job, blocks: Blocks, source: str) -> None:
-        """Have blocks of a load fetched by the next calls of ``pump``."""
+        """Have the next calls of ``pump`` fetch blocks of a load."""
         lane = self._lane(source)
         if not job.moved_at:
             job.moved_at = self._clock()
-        lane.waiting.append(_Pull(job, job.request_id, list(blocks.items())))
+        lane.waiting.append(_Pull(job, list(blocks.items())))
 
     def pump(self) -> list[Outcome]:
-        """Give up what takes too long; start what there is room for."""
+        """Give up on fetches that take too long; start those that there is room for."""
         if self._quarantine.pool_slots != self._quarantined:
             self._note_quarantine()
         if not (self._lanes or self._wanted):
@@ -208,7 +222,7 @@ class Staging:
     def complete(
         self, handle: int, entries: Mapping[bytes, OpEntryResult]
     ) -> list[Outcome]:
-        """Take one piece of a fetch's outcome; one that is not ours is ignored."""
+        """Take the results of some of a fetch's blocks; ignore unknown fetches."""
         fetch = self._fetches.get(handle)
         if fetch is None:
             return []
@@ -247,7 +261,7 @@ class Staging:
         return outcomes
 
     def release(self, source: str, claims: list[ReleaseHandle]) -> None:
-        """Let go of blocks that were copied on, or could not be."""
+        """Release blocks that were copied, or that could not be."""
         lane = self._lanes.get(source)
         if lane is not None:
             self._leave_pool(lane, len(claims))
@@ -275,7 +289,7 @@ class Staging:
         return lane
 
     def _room(self, lane: _Lane) -> int:
-        """Slots that a lane may take now."""
+        """Slots that a lane may take at present."""
         if lane.source is FILES:
             return self._limits.file_window - lane.in_pool
         free = self.peer_room - (self._peers_in_pool - lane.in_pool)
@@ -295,13 +309,13 @@ class Staging:
     # --- starting --------------------------------------------------------------------
 
     def _refusal(self, lane: _Lane) -> Lost | None:
-        """Why a lane's next blocks will not be asked for."""
+        """Why a lane's next blocks will not be fetched, if they will not."""
         standing = self._liveness.standing(lane.source)
         if lane.source is FILES:
             return None if standing is Standing.USABLE else Lost.DISK_STALLED
         if self.peer_room <= 0:
             return Lost.LANDING_FULL
-        if lane.waiting[0].request_id not in self._hinted:
+        if lane.waiting[0].job.request_id not in self._hinted:
             return Lost.ABORTED
         if standing is Standing.COOLING:
             return Lost.PEER_DOWN
@@ -311,11 +325,11 @@ class Staging:
         pull = lane.waiting.popleft()
         keys = [key for key, _ in pull.items[pull.cursor :]]
         if reason is Lost.INTRODUCING or reason is Lost.DISK_STALLED:
-            self.introduce(lane.source, keys[0], pull.request_id)
+            self.introduce(lane.source, keys[0], pull.job.request_id)
         yield Missed(pull.job, lane.source, keys, reason)
 
     def _start_next(self, lane: _Lane, now: float) -> bool:
-        """Fetch a part of the lane's first pull, if it has room for one."""
+        """Fetch the next part of the lane's first pull, if the lane has room for it."""
         pull = lane.waiting[0]
         limits = self._limits
         files = lane.source is FILES
@@ -329,7 +343,7 @@ class Staging:
         pull.cursor += part
         if pull.cursor == len(pull.items):
             lane.waiting.popleft()
-        self._fetch(lane, pull, blocks, pull.request_id, now)
+        self._fetch(lane, pull, blocks, pull.job.request_id, now)
         return True
 
     def _start_introductions(self, now: float) -> None:
@@ -361,7 +375,7 @@ class Staging:
     # --- giving up -------------------------------------------------------------------
 
     def _given_up(self, now: float) -> Iterator[Missed]:
-        """Blocks of pulls that got nothing for a whole timeout."""
+        """Give up on pulls that made no progress for a whole timeout."""
         for fetch in self._fetches.values():
             if fetch.given_up:
                 continue
@@ -378,7 +392,7 @@ class Staging:
             self.unawaited.update(fetch.pending)
             if pull is None:
                 self._introductions -= 1
-            # The time that a pull waited in its lane is not the source's silence.
+            # While a pull waits in its lane, the source is not silent.
             if now - fetch.started_at >= SILENT_SHARE * timeout_s:
                 self._silent(lane.source, fetch.started_at)
             if pull is not None:
@@ -396,7 +410,7 @@ class Staging:
         return self._limits.introduction_timeout_s
 
     def _judge(self, fetch: _Fetch, landed: bool, failed: bool) -> None:
-        """What a piece of a fetch's outcome says of its source."""
+        """Note what a fetch's results say about its source."""
         source = fetch.lane.source
         if landed and fetch.given_up:
             self._liveness.heard_late(source)
@@ -419,7 +433,7 @@ class Staging:
         if source is FILES and self._liveness.standing(FILES) is not Standing.USABLE:
             waited = f"{self._limits.file_timeout_s:g} s"
             files = self._disk.files if self._disk is not None else "the g3 files"
-            detail = f"nothing came from {files} for {waited}"
+            detail = f"no block arrived from {files} for {waited}"
             self._health.degrade(Reason.DISK_STALLED, detail)
 
     def _note_quarantine(self) -> None:

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Jobs of vLLM's, cut into operations of KVCR's, and back to one result each.
+"""Splits vLLM's jobs into KVCR operations, and collects one result for each job.
 
-A job is cut into operations of bounded size, a bounded number of blocks at a time,
-loads before stores, so that no job can hold up KVCR's one thread or ask for more than
-its pool holds. A job ends, once, with the last of its blocks.
+Operations have a bounded size, and a bounded number of blocks is in flight, loads
+before stores. So no job can hold up KVCR's only thread or ask for more than its pool
+holds. A job ends exactly once, with the last of its blocks.
 
 After a failed load vLLM reuses the slots at once, so nothing may write to them later.
-What KVCR holds in its pool is copied into them locally; what comes from a peer or a
-file is staged in the pool first. With ``remote_landing: primary`` a peer writes
-straight into the slots: such an operation, while KVCR calls its memory uncertain,
-keeps its job back.
+Blocks in KVCR's pool are copied into the slots locally. Blocks from a peer or a file
+are staged in the pool first. With ``remote_landing: primary`` a peer writes directly
+into the slots: while KVCR reports the memory of such an operation as uncertain, its job
+does not end.
 
-Failure model: KVCR's exceptions pass through, and leave the tables as they were before
-the call; ``abandon`` then ends what can be ended. Completions that are unknown,
+Failure model: KVCR's exceptions pass through and leave the tables as they were before
+the call; ``abandon`` then ends whatever can be ended. Completions that are unknown,
 repeated or too large are ignored. Runs on the thread that drives the tier.
 """
 
@@ -49,22 +49,23 @@ from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import (
 )
 from vllm.v1.kv_offload.tiering.kvcr.transfers.staging import Landed, Outcome, Staging
 
-# Looking an enum's member up costs more than what is done with it.
+# Bound to a name here, since accessing an enum's member costs more than comparing it.
 _SUCCESS = OpEntryStatus.SUCCESS
+# Small at first, since nobody knows yet how fast KVCR moves blocks to files.
 _FIRST_FILED_STORES = 8
 _BLAMED = frozenset({Lost.LOAD_FAILED, Lost.CORRUPT, Lost.UNVERIFIED})
-"""Losses that are the block's own fault, unless a peer was to bring it."""
+"""Losses that are the block's own fault, unless a peer was to deliver it."""
 
 
 class Transfers:
-    """The jobs that are under way.
+    """The jobs in progress.
 
     Args:
-        prefix: What a block key has before the offload key.
-        block_refs: How KVCR is told of a chunk of the primary tier.
-        staging: Where blocks from files and peers land first; ``None`` without either.
-        sums: Checksums, where blocks are to be verified.
-        block_bytes: Bytes of one block, where results are to carry times and sizes.
+        prefix: The part of a block key that comes before the offload key.
+        block_refs: Describes a chunk of the primary tier to KVCR.
+        staging: Where blocks from files and peers land first.
+        sums: Checksums, if blocks are to be verified.
+        block_bytes: Bytes of one block, if results are to carry times and sizes.
     """
 
     def __init__(
@@ -101,20 +102,21 @@ class Transfers:
         self._jobs: dict[JobId, Job] = {}
         self._operations: dict[int, Operation] = {}
         self._uncertain: dict[int, Operation] = {}
-        """Over, but a peer may still write for them."""
+        """Operations that are over, although a peer may still write for them."""
         self._loads: deque[Job] = deque()
         self._stores: deque[Job] = deque()
         self._loading = 0
         self._storing = 0
-        # Halved when stores fail, which is when KVCR frees room more slowly than they
-        # ask for it, and grown as they succeed. To files it frees one block a poll.
+        # Halved when stores fail, which they do if KVCR makes room more slowly than
+        # they need it, and grown when they succeed. With files KVCR frees one block a
+        # poll.
         self._store_window = limits.store_window
         if self._has_files:
             self._store_window = min(limits.store_window, _FIRST_FILED_STORES)
         self._store_timed_out_at = -math.inf
         self._results: deque[JobResult] = deque()
         self.corrupt = 0
-        """Blocks found damaged; for the owner to read and reset."""
+        """Blocks that were found damaged; the owner reads and resets it."""
 
     # --- vLLM's side -----------------------------------------------------------------
 
@@ -128,7 +130,7 @@ class Transfers:
         return bool(self._results)
 
     def stores_time_out(self) -> bool:
-        """Whether a store's deadline has passed, now or not long ago."""
+        """Whether a store is past its deadline, or was a short while ago."""
         late = time.monotonic() - self._limits.operation_timeout_s
         return self._store_timed_out_at > late or any(
             not operation.job.is_load and operation.started_at <= late
@@ -162,13 +164,13 @@ class Transfers:
     def take_results(self) -> Sequence[JobResult]:
         if not self._results:
             return ()
-        # One by one: the closing thread may add to them.
+        # One at a time, because the closing thread may add to them.
         return [self._results.popleft() for _ in range(len(self._results))]
 
     # --- KVCR's side -----------------------------------------------------------------
 
     def complete(self, handle: int, entries: Mapping[bytes, OpEntryResult]) -> None:
-        """Take one piece of an operation's outcome."""
+        """Take the results of some of an operation's blocks."""
         operation = self._operations.get(handle)
         if operation is None:
             self._apply(self._staging.complete(handle, entries))
@@ -196,7 +198,7 @@ class Transfers:
             self._close(operation)
 
     def pump(self) -> None:
-        """Start what the windows have room for: loads first."""
+        """Start whatever the windows have room for, loads first."""
         if self._sums is not None:
             for checked in self._sums.take_done():
                 self._checked(*checked)
@@ -218,10 +220,10 @@ class Transfers:
             self._start_part(self._stores, size)
 
     def abandon(self) -> None:
-        """KVCR is gone: end every job that native code can no longer write for.
+        """End every job for which native code can no longer write; KVCR is gone.
 
-        A store only reads the primary tier, and nobody will read what it wrote. A load
-        that was being delivered keeps its slots until ``native_stopped``.
+        A store only reads the primary tier, and nobody will read its copy. A load that
+        is being delivered keeps its slots until ``native_stopped``.
         """
         self._loads.clear()
         self._stores.clear()
@@ -233,7 +235,7 @@ class Transfers:
                 self._end_failed(job)
 
     def native_stopped(self) -> None:
-        """Native code has let go of every buffer: end what ``abandon`` kept back."""
+        """End the jobs that ``abandon`` left: native code has let go of all buffers."""
         self._operations.clear()
         self._uncertain.clear()
         for job in list(self._jobs.values()):
@@ -263,7 +265,7 @@ class Transfers:
         if not keys:
             self._finish(job)
         elif not len(keys) == len(job.chunks) == len(set(keys)):
-            # A key that comes twice would leave one of its slots unwritten.
+            # If a key came twice, one of its slots would stay unwritten.
             self._end_failed(job)
         else:
             if self._sums is not None:
@@ -308,9 +310,9 @@ class Transfers:
         self._operations[self._kvcr.deposit(blocks)] = operation
 
     def _without(self, job: Job, blocks: Blocks, fetching: set[bytes]) -> Blocks:
-        """Leave out of a store what KVCR is fetching.
+        """Leave out of a store the blocks that KVCR is fetching.
 
-        KVCR would end such a store with the fetch, which can hang for its whole time.
+        KVCR would end the store only with the fetch, which can hang until its timeout.
         """
         skipped = fetching.intersection(blocks)
         job.skipped += len(skipped)
@@ -321,10 +323,10 @@ class Transfers:
         return {key: ref for key, ref in blocks.items() if key not in skipped}
 
     def _start_sorted_load(self, job: Job, blocks: Blocks) -> None:
-        """Deliver what the pool holds, and have the rest staged there.
+        """Deliver the blocks that are in the pool, and have the others staged there.
 
-        KVCR's answer and the delivery belong together: nothing is evicted in between,
-        so that a delivery meant to be local cannot become a remote one.
+        Nothing is evicted between KVCR's answer and the delivery, so that a delivery
+        that is meant to be local cannot become a remote one.
         """
         statuses = self._kvcr.query(list(blocks), request_id=job.request_id)
         local: Blocks = {}
@@ -336,7 +338,7 @@ class Transfers:
                 (remote if tier is CacheTier.REMOTE_G2 else filed)[key] = ref
             elif status is QueryStatus.HIT:
                 local[key] = ref
-            else:  # no longer there, or again on its way, for as long as that takes
+            else:  # evicted, or being fetched again, for which a load does not wait
                 gone.append(key)
         endpoint = self._hints.endpoint(job.request_id)
         now = time.monotonic()
@@ -354,7 +356,7 @@ class Transfers:
             self._apply(self._staging.pump())
 
     def _apply(self, outcomes: Iterable[Outcome]) -> None:
-        """Copy on what has landed; note what has not."""
+        """Copy blocks that have landed to the primary tier; note those that did not."""
         for outcome in outcomes:
             job = outcome.job
             if isinstance(outcome, Landed):
@@ -365,7 +367,7 @@ class Transfers:
                     outcome.source,
                     outcome.claims,
                 )
-                # Without the request's id there is no hint, and so no way to a peer.
+                # Without the request's id KVCR sees no hint, so it asks no peer.
                 self._deliver(operation, None)
             else:
                 self._missed(job, outcome.keys, outcome.reason, outcome.source)
@@ -396,7 +398,7 @@ class Transfers:
             return
         source = operation.source
         if source is not None and operation.claims is None:
-            # A peer was to write straight into the primary tier.
+            # A peer should have written directly into the primary tier.
             waited = time.monotonic() - operation.started_at
             if (
                 len(failed) == len(operation.blocks)
@@ -412,7 +414,7 @@ class Transfers:
                 self._close(operation)
 
     def _close(self, operation: Operation) -> None:
-        """An operation is over; a load's blocks are verified before they count."""
+        """End an operation. A load's blocks are verified before they count."""
         job = operation.job
         if operation.claims is not None:
             self._staging.release(operation.source or FILES, operation.claims)
@@ -437,7 +439,7 @@ class Transfers:
             self._sums.verify(operation, expected, chunks_of(job, arrived))
 
     def _close_store(self, operation: Operation) -> None:
-        """Called twice for a store with checksums; the second call ends it."""
+        """End a store; one with checksums ends at the second call."""
         if operation.unchecked:
             operation.unchecked = False
         else:
@@ -462,16 +464,16 @@ class Transfers:
     def _missed(
         self, job: Job, keys: list[bytes], reason: Lost, source: str | None
     ) -> None:
-        """Blocks of a load will not come."""
+        """Note blocks of a load that will not arrive."""
         self._lost(job, keys, reason, source)
         self._settle(job, len(keys))
 
     def _lost(
         self, job: Job, keys: list[bytes], reason: Lost, source: str | None
     ) -> None:
-        """Note blocks that failed: for this request, or for all if it is their fault.
+        """Note blocks that failed, for this request or, if it is their fault, for all.
 
-        A block that is gone, or a source that does not answer, is no block's fault.
+        It is not a block's fault if it was evicted, or if its source does not answer.
         """
         job.failed.update(keys)
         self._losses.add(reason, len(keys))
@@ -495,7 +497,7 @@ class Transfers:
             arrived = {key for key in job.keys if self._prefix + key not in failed}
         if job.dropped:
             self._losses.add(Lost.DROPPED, job.dropped)
-        # Not for stores: KVCR does not store again what it holds, damaged or not.
+        # Not for stores: KVCR keeps the copy that it has, even a damaged one.
         if job.is_load and self._backoff.active:
             self._backoff.forget(job.keys if arrived is None else arrived)
         seconds: float | None = None
@@ -515,7 +517,7 @@ class Transfers:
         )
 
     def _end_failed(self, job: Job) -> None:
-        """End a job as failed, whatever is still open of it."""
+        """End a job as failed, even if some of its blocks are still in progress."""
         if self._jobs.pop(job.job_id, None) is None:
             return
         self._losses.add(Lost.BACKEND_FAILED, len(job.keys))

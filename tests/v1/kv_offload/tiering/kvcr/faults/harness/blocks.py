@@ -12,12 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
-from vllm.v1.kv_offload.base import (
-    OffloadKey,
-    get_offload_block_hash,
-    make_offload_key,
-)
+from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 
 
 def make_keys(count: int, label: str = "prompt") -> list[OffloadKey]:
@@ -26,11 +21,6 @@ def make_keys(count: int, label: str = "prompt") -> list[OffloadKey]:
         make_offload_key(hashlib.sha256(f"{label}/{index}".encode()).digest(), 0)
         for index in range(count)
     ]
-
-
-def router_hash(key: OffloadKey) -> int | bytes:
-    """A block's hash as a router knows it from KV events."""
-    return maybe_convert_block_hash(BlockHash(get_offload_block_hash(key)))
 
 
 def fill(row: np.ndarray, key: bytes, writer: str) -> None:

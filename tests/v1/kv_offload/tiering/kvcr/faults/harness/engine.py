@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.v1.kv_offload.tiering.kvcr.builders import make_spec, request
 from tests.v1.kv_offload.tiering.kvcr.faults.harness import blocks
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.probe import Probe
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import make_spec, request
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadKey,

@@ -5,13 +5,13 @@
 import os
 from typing import Any
 
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.child import Child
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer_process import serve
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
+from tests.v1.kv_offload.tiering.kvcr.builders import (
     endpoint_of,
     free_port,
     peer_options,
 )
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.child import Child
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer_process import serve
 
 
 class Peer(Child):

@@ -16,9 +16,9 @@ except ModuleNotFoundError as error:  # copied into vLLM's tree, it needs no plu
 else:
     register()
 
+from tests.v1.kv_offload.tiering.kvcr.builders import make_hint
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.child import obey
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import make_hint
 from vllm.v1.kv_offload.base import OffloadKey
 
 

@@ -55,7 +55,7 @@ class Probe:
             endpoint = hint["actions"][0]["payload"]["source_control_endpoint"]  # type: ignore[index]
         except (KeyError, IndexError, TypeError):
             return
-        liveness = self._tier._liveness
+        liveness = self._tier._staging._liveness
         if isinstance(endpoint, str) and endpoint not in liveness._sources:
             liveness.heard(endpoint)
 
@@ -94,7 +94,7 @@ class Probe:
             "pins": tier._pins,
             "hints": tier._hints,
             "backoff": tier._backoff,
-            "liveness": tier._liveness,
+            "liveness": tier._staging._liveness,
             "inventory": tier._inventory,
             "staging": tier._staging,
             "quarantine": tier._quarantine,
@@ -148,7 +148,9 @@ class Probe:
     def write_straight(self, blocks: int) -> None:
         """Load as the obvious adapter does: one operation a job, into the slots."""
         transfers = self._tier._transfers
-        self._tier._stages = transfers._stages_peers = transfers._has_files = False
+        transfers._stages_peers = transfers._has_files = False
+        staging = self._tier._staging
+        staging._limits = replace(staging._limits, file_window=0, peer_window=0)
         transfers._limits = replace(
             transfers._limits, load_operation=blocks, load_window=blocks
         )

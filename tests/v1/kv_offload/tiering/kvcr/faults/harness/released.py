@@ -10,7 +10,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.specs import (
+from tests.v1.kv_offload.tiering.kvcr.builders import (
     endpoint_of,
     free_port,
     peer_options,

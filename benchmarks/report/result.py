@@ -5,8 +5,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.contenders import OURS, SHIPPED
-from benchmarks.stats import Ratio, median, ratio
+from benchmarks.harness.contenders import OURS, SHIPPED
+from benchmarks.harness.stats import Ratio, median, ratio
 
 
 @dataclass(frozen=True)

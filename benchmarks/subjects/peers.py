@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.memory import Keys, Primary
-from benchmarks.requests import Parent, chunk_of, hinted_request
-from benchmarks.spec import make_tier
+from benchmarks.subjects.memory import Keys, Primary
+from benchmarks.subjects.requests import Parent, chunk_of, hinted_request
+from benchmarks.subjects.spec import make_tier
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 

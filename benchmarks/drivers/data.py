@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import (
+from benchmarks.harness.contenders import (
     BARE,
     COPY,
     FS_DISK,
@@ -20,10 +20,10 @@ from benchmarks.contenders import (
     ours,
     shipped,
 )
-from benchmarks.plan import MIB, Plan
-from benchmarks.ports import free_ports
-from benchmarks.remote import Fleet
-from benchmarks.result import (
+from benchmarks.harness.plan import MIB, Plan
+from benchmarks.harness.remote import Fleet
+from benchmarks.harness.stats import median, ratio
+from benchmarks.report.result import (
     GIGABYTES,
     MILLISECONDS,
     Curve,
@@ -32,11 +32,11 @@ from benchmarks.result import (
     Unit,
     compare,
 )
-from benchmarks.stats import median, ratio
+from vllm_kvcr.ports import free_ports
 
 Tell = Callable[[str], None]
 _ENGINE_STEP_S = 0.03
-DATA_PLANE = "benchmarks.data:DataPlane"
+DATA_PLANE = "benchmarks.subjects.data:DataPlane"
 
 Passes = dict[str, list[tuple[float, float]]]
 

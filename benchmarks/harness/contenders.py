@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ports import HOST
+from vllm_kvcr.ports import LOCALHOST
 
 OURS = "this adapter"
 SHIPPED = "vLLM's adapter"
@@ -69,7 +69,7 @@ def adapters() -> list[str]:
 
 def peering(port: int) -> dict[str, Any]:
     return {
-        "control_host": HOST,
+        "control_host": LOCALHOST,
         "control_ports": [port],
-        "control_advertise_host": HOST,
+        "control_advertise_host": LOCALHOST,
     }

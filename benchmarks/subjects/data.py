@@ -7,9 +7,9 @@ import shutil
 import time
 from typing import Any
 
-from benchmarks.contenders import Contender
-from benchmarks.memory import Keys, Primary
-from benchmarks.movers import BareKvcr, Mover, PlainCopy, TierMover
+from benchmarks.harness.contenders import Contender
+from benchmarks.subjects.memory import Keys, Primary
+from benchmarks.subjects.movers import BareKvcr, Mover, PlainCopy, TierMover
 
 _PAUSE_S = 0.0001
 _DEADLINE_S = 50.0

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks import remote
+from benchmarks.harness import remote
 from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import (
+from benchmarks.harness.contenders import (
     BARE,
     OURS,
     PATIENT,
@@ -16,14 +16,14 @@ from benchmarks.contenders import (
     ours,
     shipped,
 )
-from benchmarks.plan import Plan
-from benchmarks.ports import free_ports
-from benchmarks.remote import Fleet
-from benchmarks.result import MICROSECONDS, Row, Section, compare
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.remote import Fleet
+from benchmarks.report.result import MICROSECONDS, Row, Section, compare
+from vllm_kvcr.ports import free_ports
 
-CONTROL_PLANE = "benchmarks.control:ControlPlane"
-FLATNESS = "benchmarks.flat:Flatness"
-BURST = "benchmarks.flat:Burst"
+CONTROL_PLANE = "benchmarks.subjects.control:ControlPlane"
+FLATNESS = "benchmarks.subjects.flat:Flatness"
+BURST = "benchmarks.subjects.flat:Burst"
 
 Tell = Callable[[str], None]
 

@@ -17,12 +17,12 @@ import numpy as np
 from kvcr import core, local_dram, policy_runtime
 from kvcr.types import CacheTier, InventoryEvent, OpEntryResult, OpEntryStatus
 
-from benchmarks.contenders import PATIENT, ours
-from benchmarks.flat import NoChannel, StillKvcr
-from benchmarks.memory import Keys, Primary, key_of
-from benchmarks.movers import TierMover
-from benchmarks.requests import Parent, hinted_request
-from benchmarks.spec import KVCR_TIER_MODULE, make_tier
+from benchmarks.harness.contenders import PATIENT, ours
+from benchmarks.subjects.flat import NoChannel, StillKvcr
+from benchmarks.subjects.memory import Keys, Primary, key_of
+from benchmarks.subjects.movers import TierMover
+from benchmarks.subjects.requests import Parent, hinted_request
+from benchmarks.subjects.spec import KVCR_TIER_MODULE, make_tier
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 

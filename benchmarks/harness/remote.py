@@ -29,7 +29,7 @@ from typing import Any, Self
 # Importing vLLM takes seconds; a fork server pays for it once. KVCR and NIXL stay out:
 # native code with threads does not survive a fork.
 PRELOADED = (
-    "benchmarks.remote",
+    "benchmarks.harness.remote",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics",
     "vllm.v1.core.kv_cache_utils",
     "vllm.v1.kv_offload.tiering.factory",

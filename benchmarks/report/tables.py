@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contenders import OURS, SHIPPED
-from benchmarks.result import Curve, Row, Section
+from benchmarks.harness.contenders import OURS, SHIPPED
+from benchmarks.report.result import Curve, Row, Section
 
 _COLUMNS = ("what", "reference", OURS, SHIPPED, "others", "target")
 _SHARES = (12, 6, 6, 6, 10, 5)

@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 import numpy as np
 from kvcr.types import OpEntryResult, OpEntryStatus, QueryStatus
 
-from benchmarks.memory import Primary, key_of
-from benchmarks.movers import BareKvcr, Mover, TierMover
-from benchmarks.requests import Parent, hinted_request
-from benchmarks.spec import KVCR_TIER_MODULE, make_tier
+from benchmarks.subjects.memory import Primary, key_of
+from benchmarks.subjects.movers import BareKvcr, Mover, TierMover
+from benchmarks.subjects.requests import Parent, hinted_request
+from benchmarks.subjects.spec import KVCR_TIER_MODULE, make_tier
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 

@@ -8,17 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import OURS, SHIPPED, adapters, ours, peering, shipped
-from benchmarks.plan import MIB, Plan
-from benchmarks.ports import HOST, free_ports
-from benchmarks.remote import Fleet
-from benchmarks.result import MILLISECONDS, Row, Section, compare
-from benchmarks.stats import median
+from benchmarks.harness.contenders import (
+    OURS,
+    SHIPPED,
+    adapters,
+    ours,
+    peering,
+    shipped,
+)
+from benchmarks.harness.plan import MIB, Plan
+from benchmarks.harness.remote import Fleet
+from benchmarks.harness.stats import median
+from benchmarks.report.result import MILLISECONDS, Row, Section, compare
+from vllm_kvcr.ports import LOCALHOST, free_ports
 
 Tell = Callable[[str], None]
 
-SOURCE = "benchmarks.peers:Source"
-SINK = "benchmarks.peers:Sink"
+SOURCE = "benchmarks.subjects.peers:Source"
+SINK = "benchmarks.subjects.peers:Sink"
 ROWS = 64
 _FAST_S, _USUAL_S, _SLOW_S = 0.001, 0.030, 0.900
 _REFERENCE = "1 ms:"
@@ -33,7 +40,7 @@ def peers(plan: Plan, log: Path, tell: Tell) -> Section:
             source, sink = free_ports(2)
             make = shipped if who == SHIPPED else _ours
             kind = who == OURS
-            endpoint = f"tcp://{HOST}:{source}"
+            endpoint = f"tcp://{LOCALHOST}:{source}"
             arguments = (make(source), ROWS, MIB)
             fleet.start(f"{who} source", SOURCE, *arguments, ours=kind)
             arguments = (make(sink), ROWS, MIB)
@@ -81,7 +88,7 @@ def landing(plan: Plan, log: Path, tell: Tell) -> Section:
     pulls: dict[str, list[float]] = {"primary": [], "pool": []}
     with Fleet(log) as fleet:
         port = free_ports(1)[0]
-        endpoint = f"tcp://{HOST}:{port}"
+        endpoint = f"tcp://{LOCALHOST}:{port}"
         fleet.start("source", SOURCE, _ours(port), ROWS, MIB)
         for where in pulls:
             options = _ours(free_ports(1)[0], remote_landing=where)

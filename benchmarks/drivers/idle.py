@@ -7,13 +7,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import BARE, OURS, SHIPPED, adapters, ours, peering, shipped
-from benchmarks.idle_engine import IdleEngine
-from benchmarks.plan import IDLE_ROWS, Plan
-from benchmarks.ports import free_ports
-from benchmarks.remote import Fleet
-from benchmarks.result import PERCENT, Row, Section
-from benchmarks.threads import ThreadLoad
+from benchmarks.harness.contenders import (
+    BARE,
+    OURS,
+    SHIPPED,
+    adapters,
+    ours,
+    peering,
+    shipped,
+)
+from benchmarks.harness.plan import IDLE_ROWS, Plan
+from benchmarks.harness.remote import Fleet
+from benchmarks.harness.threads import ThreadLoad
+from benchmarks.report.result import PERCENT, Row, Section
+from benchmarks.subjects.idle_engine import IdleEngine
+from vllm_kvcr.ports import free_ports
 
 Tell = Callable[[str], None]
 
@@ -46,7 +54,9 @@ def idle_tiers(plan: Plan, folder: Path, log: Path, tell: Tell) -> Section:
     base = 0.0
     with Fleet(log) as fleet:
         for name, (who, _, options) in members.items():
-            fleet.start(name, "benchmarks.idle:IdleTier", options, ours=who != SHIPPED)
+            fleet.start(
+                name, "benchmarks.subjects.idle:IdleTier", options, ours=who != SHIPPED
+            )
         fleet.ready()
         for name, (who, how, _) in members.items():
             tell(f"idle cost of a tier, {who} {how}")

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A real vLLM engine on the CPU that has nothing to do.
 
-``python -m benchmarks.idle_engine FOLDER TIERS`` starts one, serves a prompt, says so
-and idles until its standard input ends.
+``python -m benchmarks.subjects.idle_engine FOLDER TIERS`` starts one, serves a prompt,
+says so and idles until its standard input ends.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks import threads
-from benchmarks.remote import end_with_parent
+from benchmarks.harness import threads
+from benchmarks.harness.remote import end_with_parent
 
 # What ``idle_spec`` reads, in the process of the engine core.
 REPORT_VARIABLE = "VLLM_KVCR_BENCHMARK_REPORT"
@@ -64,7 +64,7 @@ class IdleEngine:
                 [
                     sys.executable,
                     "-m",
-                    "benchmarks.idle_engine",
+                    "benchmarks.subjects.idle_engine",
                     str(folder),
                     self.engine_id,
                     json.dumps(tiers),
@@ -153,7 +153,7 @@ def _main(folder: Path, engine_id: str, tiers: list[dict[str, Any]]) -> None:
         str(folder),
         engine_id,
         spec_name="NotingSpec",
-        spec_module_path="benchmarks.idle_spec",
+        spec_module_path="benchmarks.subjects.idle_spec",
     )
     model = folder / "model"
     write_model(model, workload.prompt_tokens + workload.output_tokens)

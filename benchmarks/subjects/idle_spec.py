@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from benchmarks import threads
-from benchmarks.idle_engine import OURS_VARIABLE, REPORT_VARIABLE
+from benchmarks.harness import threads
+from benchmarks.subjects.idle_engine import OURS_VARIABLE, REPORT_VARIABLE
 from vllm.v1.kv_offload.base import OffloadingManager
 from vllm_kvcr.cpu import CpuTieringOffloadingSpec
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.memory import Keys, Primary
-from benchmarks.movers import BareKvcr, Mover, TierMover
-from benchmarks.stats import Samples
+from benchmarks.harness.stats import Samples
+from benchmarks.subjects.memory import Keys, Primary
+from benchmarks.subjects.movers import BareKvcr, Mover, TierMover
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 ROW_BYTES = 4096

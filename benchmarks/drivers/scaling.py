@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.contenders import OURS
-from benchmarks.plan import Plan
-from benchmarks.remote import Fleet
-from benchmarks.result import MICROSECONDS, MILLISECONDS, Row, Section, compare
-from benchmarks.stats import ratio
+from benchmarks.harness.contenders import OURS
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.remote import Fleet
+from benchmarks.harness.stats import ratio
+from benchmarks.report.result import MICROSECONDS, MILLISECONDS, Row, Section, compare
 
-POOL = "benchmarks.scaling:LargePool"
-CALLS = "benchmarks.scaling:LargeCalls"
+POOL = "benchmarks.subjects.scaling:LargePool"
+CALLS = "benchmarks.subjects.scaling:LargeCalls"
 ALL_RECORDS = 200_000
 
 LARGE = {

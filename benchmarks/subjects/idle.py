@@ -11,12 +11,12 @@ import threading
 import time
 from typing import Any
 
-from benchmarks import threads
-from benchmarks.memory import Keys, Primary
-from benchmarks.movers import BareKvcr, Mover, TierMover
-from benchmarks.plan import IDLE_ROW_BYTES as ROW_BYTES
-from benchmarks.plan import IDLE_ROWS as ROWS
-from benchmarks.requests import Parent
+from benchmarks.harness import threads
+from benchmarks.harness.plan import IDLE_ROW_BYTES as ROW_BYTES
+from benchmarks.harness.plan import IDLE_ROWS as ROWS
+from benchmarks.subjects.memory import Keys, Primary
+from benchmarks.subjects.movers import BareKvcr, Mover, TierMover
+from benchmarks.subjects.requests import Parent
 from vllm.v1.kv_offload.base import ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 

@@ -17,9 +17,9 @@ from kvcr import KVCR, KVCRBindings
 from kvcr.config import G3Options, KVCRBackendConfigs, KVCRConfig, LocalDramOptions
 from kvcr.types import PinRequestId
 
-from benchmarks.kvcr_words import block_ref_maker, region_keyword
-from benchmarks.memory import Primary
-from benchmarks.spec import make_tier
+from benchmarks.subjects.kvcr_words import block_ref_maker, region_keyword
+from benchmarks.subjects.memory import Primary
+from benchmarks.subjects.spec import make_tier
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
