@@ -10,7 +10,7 @@ from types import ModuleType
 from tests.docs.test_docs import OPERATIONS
 from vllm.v1.kv_offload.tiering.kvcr.peers import endpoints, hints
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Reason, State
-from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Lost
+from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Lost
 
 
 def table_after(text: str) -> list[list[str]]:

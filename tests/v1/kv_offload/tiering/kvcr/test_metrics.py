@@ -141,8 +141,8 @@ def test_stats_that_cannot_be_had_fail_the_tier_and_say_so() -> None:
     rig = telemetry_rig()
     rig.kvcr.raises["get_stats"] = RuntimeError("progress thread died")
     state = samples(rig.tier.get_stats())["vllm:kvcr_tier_state"]
-    assert state[("failed", "backend_failed")] == 1
-    assert state[("healthy", "none")] == 0
+    assert state[("1", "failed", "backend_failed")] == 1
+    assert state[("1", "healthy", "none")] == 0
     assert rig.kvcr.calls.count("get_stats") == 1
     rig.tier.get_stats()
     assert rig.kvcr.calls.count("get_stats") == 1
@@ -206,7 +206,7 @@ def test_two_tiers_of_one_engine_share_their_metrics() -> None:
 
 
 def test_labels_are_from_bounded_sets() -> None:
-    from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Lost
+    from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Lost
 
     labels = [reason.label for reason in Lost]
     assert len(labels) == len(set(labels)) == len(Lost)

@@ -61,15 +61,14 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES, Liveness, Stan
 from vllm.v1.kv_offload.tiering.kvcr.peers.pins import Pins
 from vllm.v1.kv_offload.tiering.kvcr.reports.disk import DiskWatch
 from vllm.v1.kv_offload.tiering.kvcr.reports.events import Inventory, Sink, sink_of
+from vllm.v1.kv_offload.tiering.kvcr.reports.gauges import Gauges, label_among_tiers
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health, Reason
 from vllm.v1.kv_offload.tiering.kvcr.reports.idle import IdleReports
-from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import (
-    Losses,
-    Lost,
-    add_own,
-    definitions,
-)
+from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses, Lost
+from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import definitions
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
+from vllm.v1.kv_offload.tiering.kvcr.reports.report import Report
+from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import Traffic
 from vllm.v1.kv_offload.tiering.kvcr.transfers.backoff import Backoff
 from vllm.v1.kv_offload.tiering.kvcr.transfers.checksums import BlockSums
 from vllm.v1.kv_offload.tiering.kvcr.transfers.recency import Recency
@@ -98,6 +97,7 @@ _HIT, _MISS = QueryStatus.HIT, QueryStatus.MISS
 _FETCHABLE, _FETCHING = QueryStatus.FETCHABLE, QueryStatus.FETCHING
 _REMOTE = CacheTier.REMOTE_G2
 _LOOKUP_HIT, _LOOKUP_MISS = LookupResult.HIT, LookupResult.MISS
+_HIT_IN_DRAM, _HIT_ON_DISK, _HIT_AT_PEER = shims.HIT_SOURCES
 
 
 class KVCRSecondaryTierManager(SecondaryTierManager):
@@ -153,12 +153,23 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         # What KVCR's callbacks write to exists before KVCR does.
         self._health = Health()
         self._losses = Losses()
+        self._liveness = Liveness()
         telemetry = config.enable_telemetry
-        self._idle_reports = IdleReports(self._losses, self._health, telemetry)
+        self._traffic = Traffic(timed=telemetry)
         self._quarantine = Quarantine(self._health, config.serves_peers)
         publishes = config.owns_inventory and events.enable_kv_cache_events
         self._inventory = Inventory(codec, self.locality)
         self._pins = self._make_pins(codec, namespace, block_refs, agent)
+        gauges = Gauges(
+            label_among_tiers(offloading_spec),
+            primary.row_bytes,
+            self._health,
+            self._quarantine,
+            self._pins,
+            self._liveness,
+        )
+        self._report = Report(self._traffic, self._losses, gauges, primary.row_bytes)
+        self._idle_reports = IdleReports(self._report, telemetry)
         guard = setup.guard_config(config, local_rank, namespace)
         policy = choose_policy(config.policy, has_files=config.g3 is not None)
         self._backoff = Backoff(len(namespace.prefix))
@@ -167,7 +178,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         residency: Residency | None = None
         if config.g3 is not None:
             disk = DiskWatch(self._health, self._losses, config.g3.paths)
-            sinks += [disk.report, self._backoff.report]
+            sinks += [disk.report, self._backoff.report, self._traffic.report]
             if config.verify_blocks:
                 residency = Residency()
                 sinks.append(residency.report)
@@ -205,9 +216,6 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._kvcr = kvcr = self._backend.kvcr
         self._usable = True
         self._shut_down = False
-        # Counted here and not in ``Losses``: a miss is as frequent as a lookup.
-        self._missed = self._missed_hinted = 0
-        self._liveness = Liveness()
         endpoints = None
         if port is not None:
             advertised = setup.advertise_host(config)
@@ -249,6 +257,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             quarantine=self._quarantine,
             backoff=self._backoff,
             losses=self._losses,
+            traffic=self._traffic,
             sums=sums,
             block_bytes=primary.row_bytes if telemetry else None,
         )
@@ -274,20 +283,21 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             self._fail(error)
             return _LOOKUP_MISS
         if status is _MISS:
-            self._missed += 1
+            self._traffic.misses += 1
             if self._hinted and request_id in self._hinted:
-                self._missed_hinted += 1
+                self._traffic.hinted_misses += 1
             return _LOOKUP_MISS
         if self._backoff.active and self._backoff.blocks(key, request_id):
-            self._losses.add(Lost.BACKING_OFF)
-            return _LOOKUP_MISS
+            return self._refuse(Lost.BACKING_OFF)
         if status is _HIT:
+            self._traffic.dram_hits += 1
+            self.cache_hit_source = _HIT_IN_DRAM  # type: ignore[misc]
             return _LOOKUP_HIT
         if status is _FETCHABLE:
             return self._look_up_elsewhere(key, request_id, tier)
         if status is _FETCHING and self._prefix + key in self._staging.unawaited:
-            self._losses.add(Lost.UNAWAITED)
-            return _LOOKUP_MISS
+            return self._refuse(Lost.UNAWAITED)
+        self._traffic.deferred += 1
         return LOOKUPS.get(status, _LOOKUP_MISS)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -394,9 +404,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
                 stats = self._kvcr.get_stats()
             except Exception as error:
                 self._fail(error)
-        self._losses.add_misses(self._missed, self._missed_hinted)
-        self._missed = self._missed_hinted = 0
-        return add_own(stats, self._losses, self._health.take_changes())
+        return self._report.add_to(stats)
 
     # --- the end ---------------------------------------------------------------------
 
@@ -441,7 +449,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         if tier is _REMOTE:
             source = self._hints.endpoint(request_id)
             if source is None:
-                return _LOOKUP_HIT
+                return self._found_elsewhere(None)
             reason = self._hints.why_not(request_id)
         else:
             source = FILES
@@ -451,8 +459,22 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             reason = self._why_not_staged(key, request_id, source)
         if reason is None:
             if source is FILES or self._hints.claim_pull(request_id, key):
-                return _LOOKUP_HIT
+                return self._found_elsewhere(source)
             reason = Lost.PULL_LIMIT
+        return self._refuse(reason)
+
+    def _found_elsewhere(self, source: str | None) -> LookupResult:
+        if source is FILES:
+            self._traffic.disk_hits += 1
+            self.cache_hit_source = _HIT_ON_DISK  # type: ignore[misc]
+        else:
+            self._traffic.peer_hits += 1
+            self.cache_hit_source = _HIT_AT_PEER  # type: ignore[misc]
+        return _LOOKUP_HIT
+
+    def _refuse(self, reason: Lost) -> LookupResult:
+        """A block that is somewhere is a miss all the same."""
+        self._traffic.refused += 1
         self._losses.add(reason)
         return _LOOKUP_MISS
 
