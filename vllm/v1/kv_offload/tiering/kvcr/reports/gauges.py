@@ -77,18 +77,15 @@ class Gauges:
         self._pins = pins
         self._sources = sources
         self._clock = clock
-        self._started = False
+        self.started = False
+        """Whether there is a state to be told: the engine has begun to step."""
         self._next_at = 0.0
         self._told: Samples = {}
-
-    def start(self) -> None:
-        """The engine has begun to step: there is a state to be told."""
-        self._started = True
 
     @property
     def has_news(self) -> bool:
         """Whether a sleeping engine's metrics say something that is no longer so."""
-        if self._health.changed or not self._started:
+        if self._health.changed or not self.started:
             return True
         peers = self._peers()
         return any(self._told.get(name) != value for name, value in peers.items())
@@ -101,7 +98,7 @@ class Gauges:
         """
         samples: Samples = {}
         now = self._clock()
-        due = self._started and now >= self._next_at
+        due = self.started and now >= self._next_at
         if due or self._health.changed:
             for (state, reason), value in self._health.take().items():
                 labels = (self._tier, state.value, reason.label)

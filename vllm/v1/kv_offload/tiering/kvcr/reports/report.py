@@ -6,8 +6,12 @@ from typing import Any
 
 from vllm.v1.kv_offload.tiering.kvcr.reports import metrics
 from vllm.v1.kv_offload.tiering.kvcr.reports.gauges import Gauges
-from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses
-from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import Place, Traffic
+from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses, Lost
+from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import (
+    Direction,
+    Place,
+    Traffic,
+)
 
 
 class Report:
@@ -20,10 +24,11 @@ class Report:
         self._losses = losses
         self._gauges = gauges
         self._block_bytes = block_bytes
+        self._announced = False
 
     def step(self) -> None:
         """The engine takes a step, at whose end vLLM asks for metrics."""
-        self._gauges.start()
+        self._gauges.started = True
 
     @property
     def has_news(self) -> bool:
@@ -45,6 +50,9 @@ class Report:
             stats = metrics.KvcrStats()
         for (name, labels), value in samples.items():
             stats.set_gauge(name, value, labels)
+        if self._gauges.started and not self._announced:
+            self._announced = True
+            _announce(stats)
         if traffic.pending:
             self._add_traffic(stats)
         lost, hints = self._losses.take()
@@ -77,6 +85,22 @@ class Report:
         for place, seconds in traffic.load_seconds:
             stats.observe_histogram(metrics.LOAD_DURATION, seconds, (place.value,))
         traffic.clear()
+
+
+def _announce(stats: Any) -> None:
+    """Have each counter begin at 0: Prometheus sees no increase in a first sample."""
+    stats.increase_counter(metrics.LOOKUPS, 0)
+    for place in Place:
+        stats.increase_counter(metrics.HITS, 0, (place.value,))
+    for direction in Direction:
+        stats.increase_counter(metrics.REQUESTED_BLOCKS, 0, (direction.value,))
+        for place in Place:
+            if (direction, place) != (Direction.STORE, Place.PEER):
+                labels = (direction.value, place.value)
+                stats.increase_counter(metrics.MOVED_BLOCKS, 0, labels)
+                stats.increase_counter(metrics.MOVED_BYTES, 0, labels)
+    for reason in Lost:
+        stats.increase_counter(metrics.LOST_BLOCKS, 0, (reason.label,))
 
 
 def _kvcr_state(stats: Any | None) -> dict[tuple[str, ...], float]:
