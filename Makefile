@@ -7,6 +7,7 @@
 #   make test        all tests          PYTEST_ARGS="-k plugin" picks some
 #   make lint        ruff, mypy, shellcheck
 #   make bench       measurements beside other tiers     BENCH_ARGS="--quick"
+#   make dashboards  dashboard and alerts, with a real Prometheus
 #   make fleet       two servers meet, twenty times      FLEET_ARGS="--starts 3"
 #   make soak        random faults for ten minutes       SOAK_ARGS="--seconds 60"
 #   make matrix      the tests on every pair of releases MATRIX_ARGS="--adapter-level"
@@ -22,6 +23,7 @@ BENCH_ARGS ?=
 SOAK_ARGS ?=
 FLEET_ARGS ?=
 MATRIX_ARGS ?=
+DASHBOARDS_ARGS ?=
 SHELL_SCRIPTS = .ci/run $(shell find scripts .buildkite -name '*.sh' 2>/dev/null)
 
 # vLLM's hashes of blocks have to be the same in each process.
@@ -32,7 +34,8 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help setup setup-peers demo demo-peers test lint bench fleet soak matrix dist upstream-tree clean
+.PHONY: help setup setup-peers demo demo-peers test lint bench dashboards fleet soak \
+	matrix dist upstream-tree clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -65,6 +68,10 @@ bench: setup
 	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check \
 		-e ".[bench]" > .venv.log 2>&1 || { tail -15 .venv.log; exit 1; }
 	@$(VENV_PYTHON) -m benchmarks $(BENCH_ARGS)
+
+dashboards: setup-peers
+	@PYTHONPATH=$(CURDIR)/.venv/peers-vllm $(VENV_PYTHON) -m scripts.dashboard_check \
+		$(DASHBOARDS_ARGS)
 
 fleet: setup-peers
 	@$(VENV_PYTHON) -m tests.fleet.first_contact $(FLEET_ARGS)

@@ -213,9 +213,12 @@ class Server:
         )
 
     def metrics(self) -> Metrics:
+        return Metrics(self.metrics_text())
+
+    def metrics_text(self) -> str:
         try:
             response = self._http.get("/metrics", timeout=REQUEST_SECONDS)
-            return Metrics(response.raise_for_status().text)
+            return response.raise_for_status().text
         except httpx.HTTPError as error:
             raise self._failure(f"shows no metrics: {error!r}") from error
 

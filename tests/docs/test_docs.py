@@ -10,7 +10,7 @@ import pytest
 
 from vllm.v1.kv_offload.tiering.kvcr.config import G3Config, TierConfig, parse_options
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Reason
-from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Lost
+from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Lost
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()

@@ -10,7 +10,7 @@ from types import ModuleType
 from tests.docs.test_docs import OPERATIONS
 from vllm.v1.kv_offload.tiering.kvcr.peers import endpoints, hints
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Reason, State
-from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Lost
+from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Lost
 
 
 def table_after(text: str) -> list[list[str]]:
@@ -38,12 +38,16 @@ def constants(module: ModuleType, *callables: str) -> set[str]:
 
 
 def test_the_reasons_for_lost_blocks() -> None:
-    listed = [row[0] for row in table_after("vllm:kvcr_tier_lost_blocks{reason}")]
+    listed = [
+        row[0] for row in table_after("vllm:kvcr_tier_lost_blocks_total{reason}` c")
+    ]
     assert sorted(listed) == sorted(reason.label for reason in Lost)
 
 
 def test_the_reasons_for_ignored_hints() -> None:
-    listed = [row[0] for row in table_after("vllm:kvcr_tier_ignored_hints{reason}` c")]
+    listed = [
+        row[0] for row in table_after("vllm:kvcr_tier_ignored_hints_total{reason}` c")
+    ]
     used = constants(hints, "_Unusable") | constants(endpoints, "EndpointError")
     assert "no_source" in used
     assert "ipv6" in used

@@ -208,4 +208,4 @@ class StandinRig(Rig):
 
 
 def _by_label(values: dict[tuple[str, ...], int]) -> dict[str, int]:
-    return {label: value for (label,), value in values.items()}
+    return {label: value for (label,), value in values.items() if value}

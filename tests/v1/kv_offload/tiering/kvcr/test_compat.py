@@ -72,6 +72,7 @@ SHIMS = [
     Shim("_HAS_KV_HINTS", "vllm", "0.30", is_on("_HAS_KV_HINTS")),
     Shim("request_hints", "vllm", "0.30"),
     Shim("REPORTS_USE", "vllm", "0.30", lambda: not shims.REPORTS_USE),
+    Shim("HIT_SOURCES", "vllm", "0.31", lambda: shims.HIT_SOURCES[0] is not None),
     Shim("HAS_TIER_POLL_THREAD", "vllm", "0.32", is_on("HAS_TIER_POLL_THREAD")),
     Shim("_HAS_CONFIG_INFO", "vllm", "0.32", is_on("_HAS_CONFIG_INFO")),
 ]

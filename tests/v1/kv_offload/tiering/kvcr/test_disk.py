@@ -20,7 +20,7 @@ from tests.v1.kv_offload.tiering.kvcr.standin import FAILED
 from vllm.v1.kv_offload.tiering.kvcr.reports import disk
 from vllm.v1.kv_offload.tiering.kvcr.reports.disk import DiskWatch
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health
-from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Losses
+from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses
 
 WRITTEN = InventoryEvent((BlockKey(key(1)),), CacheTier.G3, False)
 

@@ -128,7 +128,7 @@ def test_whatever_raises_first_the_tier_fails_and_the_engine_goes_on(
     assert sorted(rig.finished) == sorted(rig.given)
     assert len(tier_log.texts(level=40)) == 1
     state = samples(rig.tier.get_stats()).get("vllm:kvcr_tier_state")
-    assert state is None or state[("failed", "backend_failed")] == 1
+    assert state is None or state[("1", "failed", "backend_failed")] == 1
 
 
 def test_a_failed_tier_ends_stores_at_once() -> None:
@@ -229,6 +229,6 @@ def test_a_stalled_source_is_degraded_once_and_shown(tier_log: Any) -> None:
         rig.kvcr.bindings.on_resilience_event(RuntimeError("source progress stalled"))
     assert len([t for t in tier_log.texts() if "stalled" in t]) == 1
     state = samples(rig.tier.get_stats())["vllm:kvcr_tier_state"]
-    assert state[("degraded", "source_stalled")] == 1
+    assert state[("1", "degraded", "source_stalled")] == 1
     rig.kvcr.statuses[key(1)] = HIT
     assert rig.lookup(key(1)) is LookupResult.HIT

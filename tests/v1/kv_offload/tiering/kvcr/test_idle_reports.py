@@ -11,7 +11,7 @@ import pytest
 from kvcr import TRANSFER_BYTES_METRIC
 
 from tests.v1.kv_offload.tiering.kvcr.builders import key
-from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig
+from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig, samples
 from tests.v1.kv_offload.tiering.kvcr.standin import RecordingParent
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import ScheduleEndContext
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.compat.waking import wake_engine
 from vllm.v1.kv_offload.tiering.kvcr.reports import idle
+from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import TIER_STATE
 
 
 class Sleeper:
@@ -35,17 +36,16 @@ class Sleeper:
             **{"control_ports": [7001], "enable_telemetry": True} | options
         )
         self.tier = self.rig.tier
-        self.step()
 
     def _wake(self) -> bool:
         self.woken += 1
         return self.awake
 
-    def step(self) -> None:
-        """What vLLM calls in a step, in this order."""
+    def step(self) -> Any:
+        """What vLLM calls in a step, in this order; what it is told."""
         self.rig.poll()
         self.tier.on_schedule_end(ScheduleEndContext([], []))
-        self.tier.get_stats()
+        return self.tier.get_stats()
 
     def sleep(self, seconds: float = 5.0) -> None:
         """Rounds of the thread that polls."""
@@ -66,7 +66,24 @@ def lose_a_block(sleeper: Sleeper) -> None:
 
 @pytest.fixture
 def sleeper(monkeypatch: pytest.MonkeyPatch) -> Sleeper:
-    return Sleeper(monkeypatch)
+    """One that has taken a step."""
+    sleeper = Sleeper(monkeypatch)
+    sleeper.step()
+    sleeper.woken = 0
+    return sleeper
+
+
+def test_a_new_engine_takes_one_step_to_tell_its_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sleeper = Sleeper(monkeypatch)
+    sleeper.sleep(1.01)
+    assert sleeper.woken >= 1
+    assert sleeper.tier.has_pending_work()
+    assert samples(sleeper.step())[TIER_STATE] == {("1", "healthy", "none"): 1}
+    sleeper.woken = 0
+    sleeper.sleep()
+    assert sleeper.woken == 0
 
 
 def test_without_news_the_engine_sleeps_on(sleeper: Sleeper) -> None:
@@ -123,6 +140,7 @@ def test_without_telemetry_the_engine_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sleeper = Sleeper(monkeypatch, enable_telemetry=False)
+    sleeper.step()
     sleeper.sleep()
     lose_a_block(sleeper)
     sleeper.sleep()

@@ -2,7 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Metrics: KVCR's and the tier's, declared before they are emitted."""
 
+import re
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,16 @@ from kvcr import (
     TRANSFER_BLOCKS_METRIC,
     TRANSFER_BYTES_METRIC,
 )
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.values import MultiProcessValue
 
 from tests.v1.kv_offload.tiering.kvcr.builders import key, request
 from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig, samples
@@ -25,6 +36,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
     OffloadingGaugeMetadata,
     OffloadingHistogramMetadata,
+    ScheduleEndContext,
 )
 from vllm.v1.kv_offload.tiering.kvcr.manager import KVCRSecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -137,8 +149,8 @@ def test_stats_that_cannot_be_had_fail_the_tier_and_say_so() -> None:
     rig = telemetry_rig()
     rig.kvcr.raises["get_stats"] = RuntimeError("progress thread died")
     state = samples(rig.tier.get_stats())["vllm:kvcr_tier_state"]
-    assert state[("failed", "backend_failed")] == 1
-    assert state[("healthy", "none")] == 0
+    assert state[("1", "failed", "backend_failed")] == 1
+    assert state[("1", "healthy", "none")] == 0
     assert rig.kvcr.calls.count("get_stats") == 1
     rig.tier.get_stats()
     assert rig.kvcr.calls.count("get_stats") == 1
@@ -175,6 +187,7 @@ def busy_stats(**options: Any) -> Any:
     rig.result_of(rig.load([key(1), key(3)], [2, 3]))
     rig.lookup(key(9))
     rig.tier.on_new_request(request("r", 7))
+    rig.tier.on_schedule_end(ScheduleEndContext((), ()))
     return rig.tier.get_stats()
 
 
@@ -201,8 +214,67 @@ def test_two_tiers_of_one_engine_share_their_metrics() -> None:
     assert lost == 2
 
 
+KINDS = {
+    OffloadingCounterMetadata: "counter",
+    OffloadingGaugeMetadata: "gauge",
+    OffloadingHistogramMetadata: "histogram",
+}
+
+
+def test_the_text_that_prometheus_reads_says_what_was_declared() -> None:
+    metrics, registry = exporter(TELEMETRY)
+    metrics.observe(busy_stats().data, 0)
+    families = {
+        family.name: family
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+    }
+    for name, definition in DEFINITIONS.items():
+        family = families[name]
+        assert family.type == KINDS[type(definition)]
+        assert family.documentation == definition.documentation
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == {"engine", *definition.labelnames}
+
+
+@pytest.mark.parametrize(("name", "definition"), list(DEFINITIONS.items()))
+def test_names_are_as_prometheus_wants_them(name: str, definition: Any) -> None:
+    own = name.removeprefix("vllm:")
+    assert re.fullmatch(r"[a-z][a-z0-9_]*", own)
+    # Its client appends that to counters, and to nothing else.
+    assert not own.endswith("_total")
+    assert not re.search(r"_(count|sum|bucket|info|ms|kib|mib)(_|$)", own)
+    if isinstance(definition, OffloadingHistogramMetadata):
+        assert own.endswith("_seconds")
+    for unit in ("seconds", "bytes"):
+        assert unit not in own or own.endswith(f"_{unit}")
+    assert all(re.fullmatch(r"[a-z_]+", label) for label in definition.labelnames)
+
+
+def test_several_api_servers_add_up_and_tell_their_gauges_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM gives each report to one of them; all write into one folder."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    for process in (101, 102):
+        value = MultiProcessValue(lambda process=process: process)
+        monkeypatch.setattr("prometheus_client.values.ValueClass", value)
+        metrics, _ = exporter(TELEMETRY)
+        metrics.observe(busy_stats().data, 0)
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(tmp_path))
+    lost = {"engine": "0", "reason": "load_failed"}
+    assert registry.get_sample_value("vllm:kvcr_tier_lost_blocks_total", lost) == 2
+    place = {"engine": "0", "place": "dram"}
+    loads = "vllm:kvcr_tier_load_duration_seconds_count"
+    assert registry.get_sample_value(loads, place) == 2
+    for process in ("101", "102"):
+        tier = {"engine": "0", "tier": "1", "pid": process}
+        state = {**tier, "state": "healthy", "reason": "none"}
+        assert registry.get_sample_value("vllm:kvcr_tier_state", state) == 1
+
+
 def test_labels_are_from_bounded_sets() -> None:
-    from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Lost
+    from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Lost
 
     labels = [reason.label for reason in Lost]
     assert len(labels) == len(set(labels)) == len(Lost)

@@ -419,7 +419,7 @@ def test_memory_that_a_dead_peer_owns_is_not_used_and_told() -> None:
     assert fetches(rig) == []
     assert [result.success for result in rig.poll()] == [False]
     stats = samples(rig.tier.get_stats())
-    assert stats["vllm:kvcr_tier_state"][("degraded", "landing_full")] == 1
+    assert stats["vllm:kvcr_tier_state"][("1", "degraded", "landing_full")] == 1
     assert stats["vllm:kvcr_tier_lost_blocks"] == {("landing_full",): 2}
     # However much the second report counts: what was taken is given back.
     fields["destination_regions"] = [object()]
@@ -428,7 +428,7 @@ def test_memory_that_a_dead_peer_owns_is_not_used_and_told() -> None:
     rig.poll()
     assert rig.lookup(key(1), "r") is LookupResult.HIT
     state = samples(rig.tier.get_stats())["vllm:kvcr_tier_state"]
-    assert state[("healthy", "none")] == 1
+    assert state[("1", "healthy", "none")] == 1
 
 
 def test_by_option_a_peer_writes_straight_to_the_primary_tier() -> None:
@@ -507,7 +507,7 @@ def test_a_disk_that_hangs_costs_one_wait_and_is_then_left_alone(tier_log: Any) 
     clock.now += FIRST_COOLDOWN_S
     rig.introduce(key(1), "again")
     state = samples(rig.tier.get_stats())["vllm:kvcr_tier_state"]
-    assert state[("healthy", "none")] == 1
+    assert state[("1", "healthy", "none")] == 1
 
 
 def test_a_disk_that_is_busy_writing_is_not_one_that_hangs() -> None:

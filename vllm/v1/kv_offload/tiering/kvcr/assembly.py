@@ -26,10 +26,13 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import Liveness
 from vllm.v1.kv_offload.tiering.kvcr.peers.pins import Pins
 from vllm.v1.kv_offload.tiering.kvcr.reports.disk import DiskWatch
 from vllm.v1.kv_offload.tiering.kvcr.reports.events import Inventory, Sink, sink_of
+from vllm.v1.kv_offload.tiering.kvcr.reports.gauges import Gauges, label_among_tiers
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health
 from vllm.v1.kv_offload.tiering.kvcr.reports.idle import IdleReports
-from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Losses
+from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
+from vllm.v1.kv_offload.tiering.kvcr.reports.report import Report
+from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import Traffic
 from vllm.v1.kv_offload.tiering.kvcr.transfers.backoff import Backoff
 from vllm.v1.kv_offload.tiering.kvcr.transfers.checksums import BlockSums
 from vllm.v1.kv_offload.tiering.kvcr.transfers.recency import Recency
@@ -83,7 +86,7 @@ class Assembly:
         self.health = Health()
         self.losses = Losses()
         telemetry = config.enable_telemetry
-        self.idle_reports = IdleReports(self.losses, self.health, telemetry)
+        self.traffic = Traffic(timed=telemetry)
         self.quarantine = Quarantine(self.health, config.serves_peers)
         self.inventory = Inventory(codec, self.locality)
         key_bytes = len(self.prefix) + _OFFLOAD_KEY_BYTES
@@ -96,6 +99,17 @@ class Assembly:
             request_prefix=f"kvcr-pin-{agent}-",
             uncounted=uncounted_pins,
         )
+        liveness = Liveness()
+        gauges = Gauges(
+            label_among_tiers(spec),
+            primary.row_bytes,
+            self.health,
+            self.quarantine,
+            self.pins,
+            liveness,
+        )
+        self.report = Report(self.traffic, self.losses, gauges, primary.row_bytes)
+        self.idle_reports = IdleReports(self.report, telemetry)
         guard = setup.guard_config(config, local_rank, namespace)
         policy = choose_policy(config.policy, has_files=config.g3 is not None)
         self.backoff = Backoff(len(self.prefix))
@@ -105,7 +119,7 @@ class Assembly:
         residency: Residency | None = None
         if config.g3 is not None:
             self.disk = DiskWatch(self.health, self.losses, config.g3.paths)
-            sinks += [self.disk.report, self.backoff.report]
+            sinks += [self.disk.report, self.backoff.report, self.traffic.report]
             if config.verify_blocks:
                 residency = Residency()
                 sinks.append(residency.report)
@@ -141,7 +155,6 @@ class Assembly:
         logger.info("kvcr tier: %s", shims.describe_start())
 
         self.kvcr = self.backend.kvcr
-        liveness = Liveness()
         self.hints = Hints(
             self.kvcr,
             liveness,
@@ -177,6 +190,7 @@ class Assembly:
             quarantine=self.quarantine,
             backoff=self.backoff,
             losses=self.losses,
+            traffic=self.traffic,
             sums=sums,
             block_bytes=primary.row_bytes if telemetry else None,
         )

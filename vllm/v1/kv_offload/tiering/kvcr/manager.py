@@ -47,7 +47,8 @@ from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import LOOKUPS
 from vllm.v1.kv_offload.tiering.kvcr.config import telemetry_enabled
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Reason
-from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Lost, add_own, definitions
+from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Lost
+from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import definitions
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -71,6 +72,7 @@ _HIT, _MISS = QueryStatus.HIT, QueryStatus.MISS
 _FETCHABLE, _FETCHING = QueryStatus.FETCHABLE, QueryStatus.FETCHING
 _REMOTE = CacheTier.REMOTE_G2
 _LOOKUP_HIT, _LOOKUP_MISS = LookupResult.HIT, LookupResult.MISS
+_HIT_IN_DRAM, _HIT_ON_DISK, _HIT_AT_PEER = shims.HIT_SOURCES
 
 
 class KVCRSecondaryTierManager(SecondaryTierManager):
@@ -122,6 +124,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._kvcr = parts.kvcr
         self._health = parts.health
         self._losses = parts.losses
+        self._traffic = parts.traffic
+        self._report = parts.report
         self._idle_reports = parts.idle_reports
         self._quarantine = parts.quarantine
         self._inventory = parts.inventory
@@ -136,8 +140,6 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._query: Any = self._kvcr.query
         self._usable = True
         self._shut_down = False
-        # Counted here and not in ``Losses``, since misses are as frequent as lookups.
-        self._missed = self._missed_hinted = 0
         # If nothing can wake a sleeping engine for a peer, the engine must not sleep.
         self._steps_for_peers = config.serves_peers and not shims.HAS_TIER_POLL_THREAD
         # Peers wait for answers. Stores wait for KVCR, which makes room in a full pool
@@ -155,20 +157,21 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             self._fail(error)
             return _LOOKUP_MISS
         if status is _MISS:
-            self._missed += 1
+            self._traffic.misses += 1
             if self._hinted and request_id in self._hinted:
-                self._missed_hinted += 1
+                self._traffic.hinted_misses += 1
             return _LOOKUP_MISS
         if self._backoff.active and self._backoff.blocks(key, request_id):
-            self._losses.add(Lost.BACKING_OFF)
-            return _LOOKUP_MISS
+            return self._refuse(Lost.BACKING_OFF)
         if status is _HIT:
+            self._traffic.dram_hits += 1
+            self.cache_hit_source = _HIT_IN_DRAM  # type: ignore[misc]
             return _LOOKUP_HIT
         if status is _FETCHABLE:
             return self._look_up_elsewhere(key, request_id, tier)
         if status is _FETCHING and self._prefix + key in self._staging.unawaited:
-            self._losses.add(Lost.UNAWAITED)
-            return _LOOKUP_MISS
+            return self._refuse(Lost.UNAWAITED)
+        self._traffic.deferred += 1
         return LOOKUPS.get(status, _LOOKUP_MISS)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -263,9 +266,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             stats = self._kvcr.get_stats() if self._usable else None
         except Exception as error:
             self._fail(error)
-        self._losses.add_misses(self._missed, self._missed_hinted)
-        self._missed = self._missed_hinted = 0
-        return add_own(stats, self._losses, self._health.take_changes())
+        return self._report.add_to(stats)
 
     # --- the end ---------------------------------------------------------------------
 
@@ -291,19 +292,34 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
     ) -> LookupResult:
         """Decide whether to ask a hinted peer, or a file, which may have the block."""
         block_key = self._prefix + key
+        source: str | None = FILES
         if tier is not _REMOTE:
             reason = self._staging.why_not(FILES, block_key, request_id)
         else:
             source = self._hints.endpoint(request_id)
             if source is None:
-                return _LOOKUP_HIT
+                return self._found_elsewhere(None)
             reason = self._hints.why_not(request_id) or self._staging.why_not(
                 source, block_key, request_id
             )
             if reason is None and not self._hints.claim_pull(request_id, key):
                 reason = Lost.PULL_LIMIT
         if reason is None:
-            return _LOOKUP_HIT
+            return self._found_elsewhere(source)
+        return self._refuse(reason)
+
+    def _found_elsewhere(self, source: str | None) -> LookupResult:
+        if source is FILES:
+            self._traffic.disk_hits += 1
+            self.cache_hit_source = _HIT_ON_DISK  # type: ignore[misc]
+        else:
+            self._traffic.peer_hits += 1
+            self.cache_hit_source = _HIT_AT_PEER  # type: ignore[misc]
+        return _LOOKUP_HIT
+
+    def _refuse(self, reason: Lost) -> LookupResult:
+        """Count a block that is somewhere, and is a miss all the same."""
+        self._traffic.refused += 1
         self._losses.add(reason)
         return _LOOKUP_MISS
 

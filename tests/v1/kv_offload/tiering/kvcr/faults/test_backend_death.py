@@ -81,7 +81,7 @@ def test_each_job_ends_once_and_the_engine_goes_on(
     engine.run_for(0.2)
     stats = engine.call("get_stats")
     samples = state_samples(stats.reduce())
-    assert samples["('failed', 'backend_failed')"] == 1
+    assert samples["('1', 'failed', 'backend_failed')"] == 1
     errors = [
         record.getMessage()
         for record in caplog.records

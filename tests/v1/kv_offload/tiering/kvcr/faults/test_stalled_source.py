@@ -40,7 +40,7 @@ def test_it_says_so_and_is_of_no_use_to_peers(peers: Any, engines: Any) -> None:
     assert len(lines) == 1
     assert "restart" in lines[0]
     samples = state_samples(peer.call("gauges"))
-    assert samples["('degraded', 'source_stalled')"] == 1
+    assert samples["('1', 'degraded', 'source_stalled')"] == 1
     assert sum(samples.values()) == 1
 
     # It says no at once: nobody waits for it.

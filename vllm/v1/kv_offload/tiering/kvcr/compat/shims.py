@@ -64,6 +64,14 @@ _HAS_REGIONS = hasattr(kvcr_types, "RegionDescriptor")
 # Can go when 0.32 is no longer supported.
 HAS_TIER_POLL_THREAD = hasattr(SecondaryTierManager, "tolerates_off_thread_polling")
 
+# Serves vLLM before 0.32, which does not tell where cached tokens came from. Can go
+# when 0.31 is no longer supported.
+HIT_SOURCES: tuple[Any, ...] = tuple(
+    getattr(type(getattr(SecondaryTierManager, "cache_hit_source", None)), name, None)
+    for name in ("HOST", "DISK", "P2P")
+)
+"""What vLLM calls KVCR's pool, its files and a peer there."""
+
 # Serves vLLM 0.30, whose tiers take no backpressure detector and whose job results have
 # no size. Can go when 0.30 is no longer supported.
 HAS_BACKPRESSURE = hasattr(SecondaryTierManager, "bp_detector")

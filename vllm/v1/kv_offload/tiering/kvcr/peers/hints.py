@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import (
     parse_endpoint,
 )
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import Liveness
-from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Losses, Lost
+from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses, Lost
 
 MAX_HASHES = 1 << 17
 """KVCR reads hashes one by one on the engine's thread; this many take about 15 ms."""

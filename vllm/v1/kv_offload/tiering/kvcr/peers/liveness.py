@@ -70,6 +70,13 @@ class Liveness:
             return Standing.COOLING
         return Standing.USABLE if source.proven else Standing.UNKNOWN
 
+    def count(self) -> dict[str, int]:
+        """How many peers there are of each standing."""
+        counts = {standing.name.lower(): 0 for standing in Standing}
+        for name in self._sources:
+            counts[self.standing(name).name.lower()] += 1
+        return counts
+
     def is_down(self, name: str) -> bool:
         return self.standing(name) is Standing.COOLING
 

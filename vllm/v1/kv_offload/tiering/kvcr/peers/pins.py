@@ -12,6 +12,7 @@ was already created for it ends as failed. While a block is on its way into the 
 tier, its request waits until KVCR gives up.
 """
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from vllm.v1.kv_offload.tiering.base import (
 )
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
-from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Losses, Lost
+from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses, Lost
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 
 MAX_KEYS_PER_SERVE = 2048
@@ -45,6 +46,7 @@ _Requests = OrderedDict[PinRequestId, tuple[BlockKey, ...]]
 class _Pin:
     job_id: JobId
     keys: frozenset[BlockKey]
+    since: float
 
 
 class Pins:
@@ -67,6 +69,7 @@ class Pins:
         *,
         request_prefix: str,
         uncounted: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._codec = codec
         self._block_refs = block_refs
@@ -75,6 +78,7 @@ class Pins:
         self._explain_foreign = explain_foreign
         self._request_prefix = request_prefix
         self._uncounted = uncounted
+        self._clock = clock
         self._next_id = 0
         self._asked: _Requests = OrderedDict()
         self._waiting: _Requests = OrderedDict()
@@ -88,6 +92,12 @@ class Pins:
     def outstanding(self) -> int:
         """Pins whose job has not ended, because KVCR may still read their blocks."""
         return len(self._held)
+
+    def oldest_age(self) -> float:
+        """Seconds that the oldest of them is held."""
+        for pin in self._held.values():
+            return self._clock() - pin.since
+        return 0.0
 
     @property
     def has_results(self) -> bool:
@@ -213,7 +223,8 @@ class Pins:
                 self._end(job.job_id, success=False)
             answer = None
         if answer is not None and job is not None:
-            self._held[answer[0]] = _Pin(job.job_id, frozenset(present or ()))
+            pinned = frozenset(present or ())
+            self._held[answer[0]] = _Pin(job.job_id, pinned, self._clock())
         self._answers.append((request_id, answer))
         return True
 

@@ -16,7 +16,7 @@ from kvcr.types import CacheTier, InventoryEvent, PlacementFailure
 
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import WRITE_FAILURES
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health, Reason
-from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Losses, Lost
+from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses, Lost
 
 _QUIET_S = 60.0
 """How long no write may fail before the disk counts as healthy again. A single success

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Whether the tier works, and why it does not."""
 
+from collections.abc import Mapping
 from enum import Enum
 
 from vllm.logger import init_logger
@@ -70,7 +71,7 @@ class Health:
         self.state = State.HEALTHY
         self.reason = Reason.NONE
         self._degraded: list[Reason] = []
-        self._reported = (State.HEALTHY, Reason.NONE)
+        self._reported = {(State.HEALTHY, Reason.NONE): 1}
 
     @property
     def failed(self) -> bool:
@@ -111,20 +112,14 @@ class Health:
 
     @property
     def changed(self) -> bool:
-        """Whether the state has changed since the last ``take_changes``."""
-        return (self.state, self.reason) != self._reported
+        """Whether the state has changed since the last ``take``."""
+        return not self._reported.get((self.state, self.reason))
 
-    def take_changes(self) -> list[tuple[str, str, int]]:
-        """Gauge samples ``(state, reason, 0 or 1)`` since the last call."""
-        now = (self.state, self.reason)
-        before = self._reported
-        if now == before:
-            return []
-        self._reported = now
-        return [
-            (before[0].value, before[1].label, 0),
-            (now[0].value, now[1].label, 1),
-        ]
+    def take(self) -> Mapping[tuple[State, Reason], int]:
+        """1 for the present state, 0 for those of before."""
+        self._reported = dict.fromkeys(self._reported, 0)
+        self._reported[self.state, self.reason] = 1
+        return self._reported
 
     def _set(self, state: State, reason: Reason) -> None:
         self.state = state

@@ -11,8 +11,8 @@ import math
 import time
 
 from vllm.v1.kv_offload.tiering.kvcr.compat.waking import wake_engine
-from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health
-from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import KvcrStats, Losses
+from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import KvcrStats
+from vllm.v1.kv_offload.tiering.kvcr.reports.report import Report
 
 _INTERVAL_S = 1.0
 
@@ -24,11 +24,10 @@ class IdleReports:
         enabled: Whether metrics are reported at all.
     """
 
-    def __init__(self, losses: Losses, health: Health, enabled: bool) -> None:
+    def __init__(self, report: Report, enabled: bool) -> None:
         self.due = False
         """Whether the engine was woken and has not taken its step yet."""
-        self._losses = losses
-        self._health = health
+        self._report = report
         self._stats = KvcrStats()
         self._stepped = False
         self._next_look = 0.0 if enabled else math.inf
@@ -42,6 +41,7 @@ class IdleReports:
         """Note that the engine takes a step, at whose end vLLM asks for metrics."""
         self.due = False
         self._stepped = True
+        self._report.step()
 
     def poll(self) -> None:
         """Wake the engine if it sleeps and there is something to report."""
@@ -55,6 +55,4 @@ class IdleReports:
             self.due = wake_engine()
 
     def _has_news(self) -> bool:
-        return (
-            not self._stats.is_empty() or self._losses.pending or self._health.changed
-        )
+        return not self._stats.is_empty() or self._report.has_news

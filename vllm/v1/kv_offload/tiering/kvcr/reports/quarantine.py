@@ -23,11 +23,13 @@ class Quarantine:
     def __init__(self, health: Health, is_source: bool) -> None:
         self._health = health
         self._is_source = is_source
-        self._writes: set[int] = set()
+        self._writes: dict[int, int] = {}
         self._reads: dict[int, set[bytes]] = {}
         self._pool: dict[int, int] = {}
         self.pool_slots = 0
         """Slots of KVCR's pool into which a peer may still write."""
+        self.primary_slots = 0
+        """Slots of the primary tier into which a peer may still write."""
 
     @property
     def is_empty(self) -> bool:
@@ -60,7 +62,7 @@ class Quarantine:
         self._writes.clear()
         self._reads.clear()
         self._pool.clear()
-        self.pool_slots = 0
+        self.pool_slots = self.primary_slots = 0
 
     def _note_source(self, error: TransferError, uncertain: bool) -> None:
         if uncertain:
@@ -74,15 +76,16 @@ class Quarantine:
         if uncertain:
             blocks = len(error.destination_regions or ())
             if shims.writes_primary(error):
-                self._writes.add(handle)
+                self._writes[handle] = blocks
             else:
                 self._pool[handle] = blocks
             self._degrade(blocks, "destination")
         else:
             # Undo what was reported before, whatever numbers this report contains.
-            self._writes.discard(handle)
+            self._writes.pop(handle, None)
             self._pool.pop(handle, None)
         self.pool_slots = sum(self._pool.values())
+        self.primary_slots = sum(self._writes.values())
 
     def _degrade(self, blocks: int, side: str) -> None:
         detail = f"{blocks} blocks are the {side} of a write that did not stop"

@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import (
 )
 from vllm.v1.kv_offload.tiering.kvcr.reports.disk import DiskWatch
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health, Reason
-from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Lost
+from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Lost
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import Blocks, Job, Limits
 

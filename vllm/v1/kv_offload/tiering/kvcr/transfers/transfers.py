@@ -35,8 +35,9 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import (
     SILENT_SHARE,
     Liveness,
 )
-from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import Losses, Lost
+from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses, Lost
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
+from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import Place, Traffic
 from vllm.v1.kv_offload.tiering.kvcr.transfers.backoff import Backoff
 from vllm.v1.kv_offload.tiering.kvcr.transfers.checksums import BlockSums
 from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import (
@@ -81,6 +82,7 @@ class Transfers:
         quarantine: Quarantine,
         backoff: Backoff,
         losses: Losses,
+        traffic: Traffic,
         sums: BlockSums | None = None,
         block_bytes: int | None = None,
     ) -> None:
@@ -95,6 +97,7 @@ class Transfers:
         self._quarantine = quarantine
         self._backoff = backoff
         self._losses = losses
+        self._traffic = traffic
         self._sums = sums
         self._block_bytes = block_bytes
         self._has_files = limits.file_window > 0
@@ -262,6 +265,7 @@ class Transfers:
             len(keys),
         )
         self._jobs[job.job_id] = job
+        self._traffic.request(is_load, len(keys))
         if not keys:
             self._finish(job)
         elif not len(keys) == len(job.chunks) == len(set(keys)):
@@ -429,7 +433,7 @@ class Transfers:
             if self._store_window < self._limits.store_window:
                 self._store_window += 1
         if self._sums is None:
-            self._settle(job, len(operation.blocks))
+            self._close_checked(operation)
         elif not job.is_load:
             self._sums.stored(operation.stored_sums or {})
             self._close_store(operation)
@@ -457,7 +461,17 @@ class Transfers:
             self._lost(job, corrupt, Lost.CORRUPT, None)
         if unverified:
             self._lost(job, unverified, Lost.UNVERIFIED, None)
-        self._settle(job, len(operation.blocks))
+        self._close_checked(operation)
+
+    def _close_checked(self, operation: Operation) -> None:
+        job, blocks = operation.job, len(operation.blocks)
+        if job.is_load:
+            arrived = blocks
+            if job.failed:
+                arrived -= len(job.failed.intersection(operation.blocks))
+            seconds = time.monotonic() - job.started_at
+            self._traffic.loaded(_place_of(operation.source), arrived, seconds)
+        self._settle(job, blocks)
 
     # --- results ---------------------------------------------------------------------
 
@@ -502,9 +516,11 @@ class Transfers:
             self._backoff.forget(job.keys if arrived is None else arrived)
         seconds: float | None = None
         moved: int | None = None
+        blocks = len(job.keys) - len(failed) - job.dropped - job.skipped
+        if not job.is_load:
+            self._traffic.kept(blocks)
         if self._block_bytes is not None:
             seconds = time.monotonic() - job.started_at
-            blocks = len(job.keys) - len(failed) - job.dropped - job.skipped
             moved = blocks * self._block_bytes
         self._results.append(
             shims.job_result(
@@ -526,3 +542,9 @@ class Transfers:
                 job.job_id, False, successful_keys=set() if job.is_load else None
             )
         )
+
+
+def _place_of(source: str | None) -> Place:
+    if source is None:
+        return Place.DRAM
+    return Place.DISK if source is FILES else Place.PEER
