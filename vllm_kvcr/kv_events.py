@@ -7,6 +7,7 @@ Needs neither vLLM nor KVCR. Not thread-safe.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -83,7 +84,8 @@ class Feed:
             self.index.forget()
             self._last = -1
         if number > self._last + 1:
-            taken = self.catch_up()
+            with suppress(TimeoutError):
+                taken = self.catch_up()
             if number <= self._last:
                 return taken
         if number > self._last + 1:
@@ -92,7 +94,11 @@ class Feed:
         return [*taken, batch]
 
     def catch_up(self) -> list[Batch]:
-        """Take in what the engine has published since the last message."""
+        """Take in what the engine has published since the last message.
+
+        Raises:
+            TimeoutError: the engine does not answer.
+        """
         taken = []
         for frames in self._replay(self._last + 1) if self._replay else ():
             number, batch = int.from_bytes(frames[-2], "big"), decode(frames[-1])

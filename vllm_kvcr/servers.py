@@ -19,7 +19,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -60,6 +60,18 @@ class Answer:
     cached_tokens: int
     seconds: float
 
+    @classmethod
+    def read(cls, body: Mapping[str, Any], seconds: float) -> Self:
+        usage = body["usage"]
+        return cls(
+            token_ids=tuple(body["choices"][0]["token_ids"]),
+            prompt_tokens=usage["prompt_tokens"],
+            # Absent where none were.
+            cached_tokens=(usage["prompt_tokens_details"] or {}).get("cached_tokens")
+            or 0,
+            seconds=seconds,
+        )
+
     @property
     def computed_tokens(self) -> int:
         return self.prompt_tokens - self.cached_tokens
@@ -93,7 +105,11 @@ class Server:
         name: In file names and messages.
         folder: For its socket of KV events, and its log unless there is one.
         model: As ``demo_model.write_model`` wrote it, for ``longest(chunks)`` tokens.
-        chunks: The longest prompt; the KV cache and the primary tier hold several.
+        chunks: The longest prompt.
+        cache_chunks: What the KV cache holds; by default several prompts.
+        primary_chunks: What the primary tier holds; by default several prompts.
+        ranks: Data-parallel ranks, each with a control port and KV events of its own.
+        control_ports: Instead of ports that are free now.
         tier: Options of the kvcr tier on top of those that peers need.
         environment: On top of the demos'.
     """
@@ -105,18 +121,39 @@ class Server:
         model: Path,
         *,
         chunks: int = 16,
+        cache_chunks: int | None = None,
+        primary_chunks: int | None = None,
+        ranks: int = 1,
+        control_ports: Sequence[int] | None = None,
         tier: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
     ) -> None:
         self.name = name
-        self.port, self.control_port = free_ports(2)
-        self.control_endpoint = f"tcp://{LOCALHOST}:{self.control_port}"
-        # vLLM binds TCP endpoints on every interface, and this one to a file.
-        self.events_endpoint = f"ipc://{folder}/{name}.events"
+        (self.port,) = free_ports(1)
+        self.control_ports = list(control_ports or free_ports(ranks))
+        self.control_endpoints = [
+            f"tcp://{LOCALHOST}:{port}" for port in self.control_ports
+        ]
+        self.control_endpoint = self.control_endpoints[0]
+        self.replay_endpoint: str | None = None
+        if ranks == 1:
+            # vLLM binds a TCP endpoint on every interface, and this one to a file.
+            self.events_endpoints = [f"ipc://{folder}/{name}.events"]
+            self.replay_endpoint = f"ipc://{folder}/{name}.replay"
+        else:
+            # Files are for one rank only. Each connects to a port of its own, where
+            # a ``Subscription`` has to listen.
+            self.events_endpoints = [
+                f"tcp://{LOCALHOST}:{port}" for port in consecutive_free_ports(ranks)
+            ]
+        self.events_endpoint = self.events_endpoints[0]
         self.log = log or folder / f"{name}.log"
         self._model = model
         self._chunks = chunks
+        self._cache_chunks = cache_chunks or 4 * (chunks + 1)
+        self._primary_chunks = primary_chunks or 8 * chunks
+        self._ranks = ranks
         self._tier = dict(tier or {})
         self._environment = {**os.environ, **OF_SERVERS, **(environment or {})}
         self._engine_id = f"vllm-kvcr-{name}-{uuid.uuid4()}"
@@ -179,39 +216,28 @@ class Server:
         tokens: int = 16,
         hint: Mapping[str, Any] | None = None,
         seconds: float = REQUEST_SECONDS,
+        rank: int | None = None,
     ) -> Answer:
         """Have a prompt of token ids completed, greedily.
 
         Args:
             hint: Where its blocks are; see ``routing.fetch_hint``.
+            rank: The data-parallel rank that has to do it; by default any.
         """
-        request: dict[str, Any] = {
-            "model": MODEL_NAME,
-            "prompt": list(prompt),
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
+        request = completion_request(prompt, tokens)
         if hint is not None:
             request["kv_transfer_params"] = {"kv_hint": hint}
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         started = time.perf_counter()
         try:
-            response = self._http.post("/v1/completions", json=request, timeout=seconds)
+            response = self._http.post(
+                "/v1/completions", json=request, headers=headers, timeout=seconds
+            )
         except httpx.TransportError as error:
             raise self._failure(f"gave no answer: {error!r}") from error
         if not response.is_success:
             raise self._failure(f"answered {response.status_code}: {response.text}")
-        body = response.json()
-        usage = body["usage"]
-        return Answer(
-            token_ids=tuple(body["choices"][0]["token_ids"]),
-            prompt_tokens=usage["prompt_tokens"],
-            # Absent where none were.
-            cached_tokens=(usage["prompt_tokens_details"] or {}).get("cached_tokens")
-            or 0,
-            seconds=time.perf_counter() - started,
-        )
+        return Answer.read(response.json(), time.perf_counter() - started)
 
     def metrics(self) -> Metrics:
         try:
@@ -244,12 +270,12 @@ class Server:
                 "spec_module_path": "vllm_kvcr.cpu",
                 "blocks_per_chunk": BLOCKS_PER_CHUNK,
                 "self_describing_kv_events": True,
-                "cpu_bytes_to_use": 8 * self._chunks * CHUNK_BYTES,
+                "cpu_bytes_to_use": self._primary_chunks * CHUNK_BYTES,
                 "secondary_tiers": [
                     {
                         "type": "kvcr",
                         "secondary_g2_slots": 8 * self._chunks,
-                        "control_ports": [self.control_port],
+                        "control_ports": self.control_ports,
                         "control_host": LOCALHOST,
                         "control_advertise_host": LOCALHOST,
                         "enable_telemetry": True,
@@ -262,6 +288,7 @@ class Server:
             "enable_kv_cache_events": True,
             "publisher": "zmq",
             "endpoint": self.events_endpoint,
+            "replay_endpoint": self.replay_endpoint,
         }
         return [
             *("--model", str(self._model), "--served-model-name", MODEL_NAME),
@@ -270,11 +297,24 @@ class Server:
             *("--max-model-len", str(max_tokens)),
             *("--max-num-batched-tokens", str(max(2048, max_tokens))),
             *("--max-num-seqs", "4", "--block-size", str(TOKENS_PER_BLOCK)),
-            *("--num-gpu-blocks-override", str(4 * max_tokens // TOKENS_PER_BLOCK)),
+            *("--num-gpu-blocks-override", str(self._cache_chunks * BLOCKS_PER_CHUNK)),
+            *("--data-parallel-size", str(self._ranks)),
             "--enable-prompt-tokens-details",
             *("--kv-transfer-config", json.dumps(transfer)),
             *("--kv-events-config", json.dumps(events)),
         ]
+
+
+def completion_request(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    """What has a prompt of token ids completed, greedily, and the output's ids told."""
+    return {
+        "model": MODEL_NAME,
+        "prompt": list(prompt),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
 
 
 def longest(chunks: int) -> int:
@@ -292,3 +332,14 @@ def free_ports(count: int) -> list[int]:
         if len(found) == count:
             return found
     raise ServerFailed(f"{count} free ports were not found on {LOCALHOST}")
+
+
+def consecutive_free_ports(count: int) -> list[int]:
+    for _ in range(100):
+        (first,) = free_ports(1)
+        ports = list(range(first, first + count))
+        with suppress(OSError), ExitStack() as held:
+            for port in ports:
+                held.enter_context(socket.create_server((LOCALHOST, port)))
+            return ports
+    raise ServerFailed(f"{count} free ports in a row were not found on {LOCALHOST}")
