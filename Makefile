@@ -7,9 +7,10 @@
 #   make test        all tests          PYTEST_ARGS="-k plugin" picks some
 #   make lint        ruff, mypy, shellcheck
 #   make bench       measurements beside other tiers     BENCH_ARGS="--quick"
-#   make fleet       two servers meet, twenty times      FLEET_ARGS="--starts 3"
+#   make fleet       routers, ranks, a guard: real ones  FLEET_ARGS="router guard"
 #   make soak        random faults for ten minutes       SOAK_ARGS="--seconds 60"
 #   make matrix      the tests on every pair of releases MATRIX_ARGS="--adapter-level"
+#   make gpu-check   a GPU's blocks, moved and timed     GPU_PYTHON=python3
 #   make clean       removes environments and caches
 # PYTHON=... names the Python (3.11 to 3.14) that .venv is made with.
 
@@ -20,6 +21,8 @@ BENCH_ARGS ?=
 SOAK_ARGS ?=
 FLEET_ARGS ?=
 MATRIX_ARGS ?=
+GPU_PYTHON ?= python3
+GPU_ARGS ?=
 SHELL_SCRIPTS = .ci/run $(shell find scripts .buildkite -name '*.sh' 2>/dev/null)
 
 # vLLM's hashes of blocks have to be the same in each process.
@@ -30,7 +33,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help setup setup-peers demo demo-peers test lint bench fleet soak matrix clean
+.PHONY: help setup setup-peers demo demo-peers test lint bench fleet soak gpu-check matrix clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -65,11 +68,15 @@ bench: setup
 	@$(VENV_PYTHON) -m benchmarks $(BENCH_ARGS)
 
 fleet: setup-peers
-	@$(VENV_PYTHON) -m tests.fleet.first_contact $(FLEET_ARGS)
+	@$(VENV_PYTHON) -m tests.fleet $(FLEET_ARGS)
 
 soak: export VLLM_LOGGING_LEVEL ?= WARNING
 soak: setup
 	@$(VENV_PYTHON) -m tests.soak $(SOAK_ARGS)
+
+# In the Python that has the CUDA build; .venv has the one for the CPU.
+gpu-check:
+	@$(GPU_PYTHON) -m scripts.gpu_check $(GPU_ARGS)
 
 matrix:
 	@python=$$(scripts/find_python.sh) && "$$python" -m scripts.matrix $(MATRIX_ARGS)

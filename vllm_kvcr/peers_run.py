@@ -170,7 +170,7 @@ def run(
 
         tell("B is introduced to A")
         introduced = ask(first)
-        before = _wait_until_introduced(a, b)
+        before = wait_until_introduced(a, b)
         tell("B answers with blocks of A")
         served = ask(second)
         tell("reading both metrics")
@@ -231,7 +231,7 @@ def hint_at(
     return fetch_hint(source.control_endpoint, hashes)
 
 
-def _wait_until_introduced(a: Server, b: Server) -> Moved:
+def wait_until_introduced(a: Server, b: Server) -> Moved:
     """Until the block of the introduction has arrived, by both sides' metrics."""
     deadline = time.monotonic() + INTRODUCTION_SECONDS
     while True:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""vLLM's OpenAI server on this machine's CPU, with the kvcr tier, peers and KV events.
+"""vLLM's OpenAI server on this machine, with the kvcr tier, peers and KV events.
 
 What needs several engines starts them with ``Server``, asks them over HTTP and reads
 their metrics. They run the demos' model on the vLLM that comes first on ``PYTHONPATH``.
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -45,6 +46,14 @@ NICENESS = 5
 
 # Two that pin themselves to the same core can wait for each other for minutes.
 OF_SERVERS = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+ON_CPU = {
+    "spec_name": "CpuTieringOffloadingSpec",
+    "spec_module_path": "vllm_kvcr.cpu",
+}
+ON_GPU = {"spec_name": "TieringOffloadingSpec"}
+# Of the device's memory, for each of two.
+GPU_SHARE = "0.3"
 
 
 class ServerFailed(Exception):
@@ -89,13 +98,23 @@ class Metrics:
 
     def total(self, name: str, **labels: str) -> int:
         """The sum over all samples of that name that carry these labels."""
-        return int(
-            sum(
-                sample.value
-                for sample in self._samples
-                if sample.name == name and labels.items() <= sample.labels.items()
-            )
+        return int(self.seconds(name, **labels))
+
+    def seconds(self, name: str, **labels: str) -> float:
+        """The same for what is no whole number."""
+        return sum(
+            sample.value
+            for sample in self._samples
+            if sample.name == name and labels.items() <= sample.labels.items()
         )
+
+    def by_label(self, name: str, label: str) -> dict[str, int]:
+        """The sums for each of the label's values; those that are zero are left out."""
+        sums = Counter[str]()
+        for sample in self._samples:
+            if sample.name == name:
+                sums[sample.labels[label]] += int(sample.value)
+        return {value: count for value, count in sorted(sums.items()) if count}
 
 
 class Server:
@@ -112,6 +131,7 @@ class Server:
         control_ports: Instead of ports that are free now.
         tier: Options of the kvcr tier on top of those that peers need.
         environment: On top of the demos'.
+        on_gpu: Run on a share of a CUDA device instead of the CPU.
     """
 
     def __init__(
@@ -128,6 +148,7 @@ class Server:
         tier: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
+        on_gpu: bool = False,
     ) -> None:
         self.name = name
         (self.port,) = free_ports(1)
@@ -155,7 +176,14 @@ class Server:
         self._primary_chunks = primary_chunks or 8 * chunks
         self._ranks = ranks
         self._tier = dict(tier or {})
-        self._environment = {**os.environ, **OF_SERVERS, **(environment or {})}
+        self._on_gpu = on_gpu
+        device = {"VLLM_TARGET_DEVICE": "cuda"} if on_gpu else {}
+        self._environment = {
+            **os.environ,
+            **OF_SERVERS,
+            **device,
+            **(environment or {}),
+        }
         self._engine_id = f"vllm-kvcr-{name}-{uuid.uuid4()}"
         self._process: subprocess.Popen[bytes] | None = None
         self._http = httpx.Client(base_url=f"http://{LOCALHOST}:{self.port}")
@@ -266,8 +294,7 @@ class Server:
             "kv_role": "kv_both",
             "engine_id": self._engine_id,
             "kv_connector_extra_config": {
-                "spec_name": "CpuTieringOffloadingSpec",
-                "spec_module_path": "vllm_kvcr.cpu",
+                **(ON_GPU if self._on_gpu else ON_CPU),
                 "blocks_per_chunk": BLOCKS_PER_CHUNK,
                 "self_describing_kv_events": True,
                 "cpu_bytes_to_use": self._primary_chunks * CHUNK_BYTES,
@@ -300,6 +327,7 @@ class Server:
             *("--num-gpu-blocks-override", str(self._cache_chunks * BLOCKS_PER_CHUNK)),
             *("--data-parallel-size", str(self._ranks)),
             "--enable-prompt-tokens-details",
+            *(("--gpu-memory-utilization", GPU_SHARE) if self._on_gpu else ()),
             *("--kv-transfer-config", json.dumps(transfer)),
             *("--kv-events-config", json.dumps(events)),
         ]
