@@ -6,7 +6,7 @@ It keeps what each engine holds by the engine's KV events, sends each completion
 where it is cheapest, and tells that engine which blocks another one has. An example
 to start from: one process, no retries, no authentication.
 
-    python examples/router/router.py --port 8000 \\
+    python examples/router/router.py --port 8080 \\
         --engine http://10.0.0.5:8000 tcp://10.0.0.5:5557 tcp://10.0.0.5:24990 \\
         --engine http://10.0.0.6:8000 tcp://10.0.0.6:5557 tcp://10.0.0.6:24990
 

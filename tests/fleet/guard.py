@@ -9,6 +9,7 @@ and is served from it, without a hint.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -73,7 +74,7 @@ def guard(
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=sink,
-            env=OF_SERVERS,
+            env={**os.environ, **OF_SERVERS},
             start_new_session=True,
         )
     try:

@@ -14,6 +14,8 @@ against what the servers do:
 """
 
 import argparse
+import json
+import os
 import random
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -129,7 +132,7 @@ def routed(servers: Sequence[Server], log: Path) -> Iterator[Client]:
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=sink,
-            env={**OF_SERVERS, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **OF_SERVERS, "PYTHONPATH": str(ROOT)},
             start_new_session=True,
         )
     client = Client(port)
@@ -267,6 +270,42 @@ def faults_at_rest(
     return faults
 
 
+def faults_of_hints(
+    servers: Sequence[Server], ledgers: Sequence[Ledger], prompts: list[list[int]]
+) -> list[str]:
+    """What ``vllm-kvcr hint`` prints, from the engines' replay of their events."""
+    faults = []
+    for server, ledger in zip(servers, ledgers, strict=True):
+        for number, prompt in enumerate(prompts):
+            expected = ledger.index.pullable(prompt)
+            command = [sys.executable, "-m", "vllm_kvcr.cli", "hint", "--tokens", "@-"]
+            command += ["--events", server.events_endpoint]
+            command += ["--replay", str(server.replay_endpoint)]
+            command += ["--source", server.control_endpoint]
+            if not expected:
+                continue
+            done = subprocess.run(
+                command, input=json.dumps(prompt), capture_output=True, text=True
+            )
+            hint = json.loads(done.stdout) if done.returncode == 0 else {}
+            if hashes_of(hint) != expected:
+                faults.append(
+                    f"vllm-kvcr hint printed another hint for prompt {number} at "
+                    f"{server.name}: {done.stdout}{done.stderr}"
+                )
+            print(f"vllm-kvcr hint: {done.stderr.strip()}")
+            break
+    return faults
+
+
+def hashes_of(hint: dict[str, Any]) -> list[int | bytes]:
+    return (
+        [block for each in hint["actions"] for block in each["payload"]["block_hashes"]]
+        if hint
+        else []
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.fleet.router",
@@ -315,6 +354,7 @@ def run(folder: Path, requests: int) -> list[str]:
         faults = faults_of_load(made, prompts, by_url)
         tell_load(made, prompts, by_url)
         faults += faults_at_rest(servers, ledgers, prompts)
+        faults += faults_of_hints(servers, ledgers, prompts)
         for server, ledger in zip(servers, ledgers, strict=True):
             faults += [f"server {server.name}: {fault}" for fault in ledger.faults]
             print(
