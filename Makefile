@@ -8,9 +8,10 @@
 #   make lint        ruff, mypy, shellcheck
 #   make bench       measurements beside other tiers     BENCH_ARGS="--quick"
 #   make dashboards  dashboard and alerts, with a real Prometheus
-#   make fleet       two servers meet, twenty times      FLEET_ARGS="--starts 3"
+#   make fleet       routers, ranks, a guard: real ones  FLEET_ARGS="router guard"
 #   make soak        random faults for ten minutes       SOAK_ARGS="--seconds 60"
 #   make matrix      the tests on every pair of releases MATRIX_ARGS="--adapter-level"
+#   make gpu-check   a GPU's blocks, moved and timed     GPU_PYTHON=python3
 #   make upstream-tree  what a pull request to vLLM carries, tested in vLLM's tree
 #   make dist        wheel and sdist in dist/, checked for an index
 #   make clean       removes environments and caches
@@ -24,6 +25,8 @@ SOAK_ARGS ?=
 FLEET_ARGS ?=
 MATRIX_ARGS ?=
 DASHBOARDS_ARGS ?=
+GPU_PYTHON ?= python3
+GPU_ARGS ?=
 SHELL_SCRIPTS = .ci/run $(shell find scripts .buildkite -name '*.sh' 2>/dev/null)
 
 # vLLM's hashes of blocks have to be the same in each process.
@@ -35,7 +38,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
 .PHONY: help setup setup-peers demo demo-peers test lint bench dashboards fleet soak \
-	matrix dist upstream-tree clean
+	gpu-check matrix dist upstream-tree clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -74,11 +77,15 @@ dashboards: setup-peers
 		$(DASHBOARDS_ARGS)
 
 fleet: setup-peers
-	@$(VENV_PYTHON) -m tests.fleet.first_contact $(FLEET_ARGS)
+	@$(VENV_PYTHON) -m tests.fleet $(FLEET_ARGS)
 
 soak: export VLLM_LOGGING_LEVEL ?= WARNING
 soak: setup
 	@$(VENV_PYTHON) -m tests.soak $(SOAK_ARGS)
+
+# In the Python that has the CUDA build; .venv has the one for the CPU.
+gpu-check:
+	@$(GPU_PYTHON) -m scripts.gpu_check $(GPU_ARGS)
 
 matrix:
 	@python=$$(scripts/find_python.sh) && "$$python" -m scripts.matrix $(MATRIX_ARGS)

@@ -23,9 +23,10 @@ from scripts.dashboard import DASHBOARD
 from scripts.prometheus import Prometheus, PrometheusFailed, programs, promtool
 from vllm_kvcr.demo_model import CHUNK_BYTES, make_prompts, write_model
 from vllm_kvcr.demo_plan import Workload
+from vllm_kvcr.kv_events import Subscription
 from vllm_kvcr.peers_run import hint_at
 from vllm_kvcr.ports import LOCALHOST, free_ports
-from vllm_kvcr.routing import KvIndex, fetch_hint
+from vllm_kvcr.routing import fetch_hint
 from vllm_kvcr.servers import Server, ServerFailed, longest
 
 ROOT = DASHBOARD.parent.parent
@@ -85,7 +86,7 @@ def numbers(values: list[list[Any]]) -> list[tuple[float, float]]:
     return [point for point in points if math.isfinite(point[1])]
 
 
-def drive(a: Server, b: Server, index: KvIndex) -> None:
+def drive(a: Server, b: Server, events: Subscription) -> None:
     """Have everything happen that the dashboard shows, except for failures."""
     prompts = make_prompts(WORKLOAD)
     foreign, own = prompts[:FOREIGN], prompts[FOREIGN:]
@@ -96,13 +97,13 @@ def drive(a: Server, b: Server, index: KvIndex) -> None:
         for prompt in own:
             b.complete(prompt, tokens)
     for prompt in foreign:
-        b.complete(prompt, tokens, hint_at(a, index, prompt, WORKLOAD))
+        b.complete(prompt, tokens, hint_at(a, events, prompt, WORKLOAD))
         # The first of them only introduces the two to each other.
         time.sleep(1)
     # What was stored last is in the pool.
     for prompt in own[-6:-3] + own[-6:-3]:
         b.complete(prompt, tokens)
-    b.complete(own[0], tokens, fetch_hint(f"tcp://[::1]:{a.control_port}", [1]))
+    b.complete(own[0], tokens, fetch_hint(f"tcp://[::1]:{a.control_ports[0]}", [1]))
 
 
 def faults_of_queries(run: Run) -> Iterator[str]:
@@ -187,7 +188,7 @@ def run(folder: Path, picture: Path | None) -> list[str]:
     with ExitStack() as stack:
         a = stack.enter_context(Server("a", folder, model, chunks=chunks))
         b = stack.enter_context(Server("b", folder, model, chunks=chunks, tier=tier))
-        index = stack.enter_context(KvIndex(a.events_endpoint))
+        events = stack.enter_context(Subscription(a.events_endpoint))
         a.wait_until_ready()
         b.wait_until_ready()
         targets = {server.name: server.port for server in (a, b)}
@@ -196,7 +197,7 @@ def run(folder: Path, picture: Path | None) -> list[str]:
         )
         print(f"Prometheus scrapes {LOCALHOST}: {targets}; they answer prompts")
         started = time.time()
-        drive(a, b, index)
+        drive(a, b, events)
         time.sleep(SETTLE_S)
         done = Run(prometheus, started, [a.metrics_text(), b.metrics_text()])
         status, said = promtool(tools["promtool"], "test", "rules", str(ALERTS_TEST))

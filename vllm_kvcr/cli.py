@@ -29,6 +29,9 @@ COMMANDS = {
     "guard": Command(
         "vllm_kvcr.guard", "start the KVCR service that a configuration needs"
     ),
+    "hint": Command(
+        "vllm_kvcr.hint", "print the hint for a prompt, from an engine's KV events"
+    ),
 }
 
 

@@ -15,7 +15,8 @@ from typing import Any, Self
 
 from vllm_kvcr.demo_model import CHUNK_BYTES, make_prompts, write_model
 from vllm_kvcr.demo_plan import TOKENS_PER_CHUNK, Workload
-from vllm_kvcr.routing import KvIndex, fetch_hint
+from vllm_kvcr.kv_events import Subscription
+from vllm_kvcr.routing import fetch_hint
 from vllm_kvcr.servers import Answer, Metrics, Server, ServerFailed, longest
 
 WORKLOAD = Workload(prompts=3)
@@ -156,7 +157,7 @@ def run(
     """
     first, second, third = make_prompts(workload)
     servers = two_servers(folder, tell, workload, tier, environment, log)
-    with servers as (a, b, index):
+    with servers as (a, b, events):
         tell("A answers the prompts")
         at_source = tuple(
             a.complete(prompt, workload.output_tokens)
@@ -164,12 +165,12 @@ def run(
         )
 
         def ask(prompt: list[int]) -> Answer:
-            hint = hint_at(a, index, prompt, workload)
+            hint = hint_at(a, events, prompt, workload)
             return b.complete(prompt, workload.output_tokens, hint)
 
         tell("B is introduced to A")
         introduced = ask(first)
-        before = _wait_until_introduced(a, b)
+        before = wait_until_introduced(a, b)
         tell("B answers with blocks of A")
         served = ask(second)
         tell("reading both metrics")
@@ -178,7 +179,7 @@ def run(
         idle_wakeups = a.engine_wakeups()
         time.sleep(IDLE_SECONDS)
         idle_wakeups = a.engine_wakeups() - idle_wakeups
-        hint = hint_at(a, index, third, workload)
+        hint = hint_at(a, events, third, workload)
         tell("A is killed, B answers without it")
         a.kill()
         after_kill = b.complete(third, workload.output_tokens, hint)
@@ -197,8 +198,8 @@ def two_servers(
     tier: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
     log: Path | None = None,
-) -> Iterator[tuple[Server, Server, KvIndex]]:
-    """Servers A and B, ready, and an index of A's KV events from its start."""
+) -> Iterator[tuple[Server, Server, Subscription]]:
+    """Servers A and B, ready, and a subscription to A's KV events from its start."""
     model = folder / "model"
     if not model.exists():
         write_model(model, longest(workload.chunks_per_prompt))
@@ -212,25 +213,25 @@ def two_servers(
     with (
         Server("A", folder, model, **options) as a,
         Server("B", folder, model, **options) as b,
-        KvIndex(a.events_endpoint) as index,
+        Subscription(a.events_endpoint) as events,
     ):
         a.wait_until_ready()
         b.wait_until_ready()
-        yield a, b, index
+        yield a, b, events
 
 
 def hint_at(
-    source: Server, index: KvIndex, prompt: list[int], workload: Workload
+    source: Server, events: Subscription, prompt: list[int], workload: Workload
 ) -> dict[str, Any]:
     """The hint that a router would add to the prompt's request."""
     whole = workload.chunks_per_prompt * TOKENS_PER_CHUNK
-    hashes = index.wait_for(prompt, whole, EVENTS_SECONDS)
+    hashes = events.wait_for(prompt, whole, EVENTS_SECONDS)
     if not hashes:
         raise ServerFailed(f"server {source.name} published no block of a prompt")
     return fetch_hint(source.control_endpoint, hashes)
 
 
-def _wait_until_introduced(a: Server, b: Server) -> Moved:
+def wait_until_introduced(a: Server, b: Server) -> Moved:
     """Wait until both sides' metrics show the block of the introduction."""
     deadline = time.monotonic() + INTRODUCTION_SECONDS
     while True:

@@ -24,3 +24,15 @@ def free_ports(count: int) -> list[int]:
                 held.enter_context(socket.create_server((LOCALHOST, port)))
                 found.append(port)
     raise OSError(f"there are no {count} free ports on {LOCALHOST}")
+
+
+def consecutive_free_ports(count: int) -> list[int]:
+    """As ``free_ports``, each one above the other."""
+    for _ in range(100):
+        (first,) = free_ports(1)
+        ports = list(range(first, first + count))
+        with suppress(OSError), ExitStack() as held:
+            for port in ports:
+                held.enter_context(socket.create_server((LOCALHOST, port)))
+            return ports
+    raise OSError(f"there are no {count} free ports in a row on {LOCALHOST}")

@@ -5,102 +5,118 @@
 Needs neither vLLM nor KVCR. Not thread-safe.
 """
 
-import time
 import uuid
-from collections import defaultdict
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
-
-import msgspec
-import zmq
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 BlockHash = int | bytes
 
-# Whose blocks peers can be given: vLLM's primary tier, and KVCR's pool and files.
-PULLABLE = frozenset({"CPU", "STORAGE"})
+
+class Residency(NamedTuple):
+    """A place where an engine keeps blocks; each stores and removes for itself."""
+
+    medium: str | None
+    # The name of a secondary tier; vLLM's own caches have none.
+    ownership: str | None
+
+    @property
+    def is_pullable(self) -> bool:
+        """Whether peers can be given what is there.
+
+        They can from vLLM's primary tier, and from KVCR's pool and files; not from a
+        GPU, nor from other secondary tiers.
+        """
+        if self.ownership is None:
+            return self.medium == "CPU"
+        return self.ownership == "kvcr"
 
 
 class KvIndex:
-    """Which prefixes an engine holds outside its GPU, as its KV events tell.
+    """Which prefixes an engine holds, as its KV events tell.
 
-    The engine needs ``self_describing_kv_events``: only then do the events of these
-    blocks carry their tokens. Events of before the start are not known.
+    The engine needs ``self_describing_kv_events``: only then do the events of blocks
+    outside its GPU carry their tokens. Blocks of LoRA adapters are left out. As large
+    as what the engine holds.
     """
 
-    def __init__(self, endpoint: str) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.connect(endpoint)
+    def __init__(self) -> None:
+        self.block_tokens = 0
         # By the hash of the block before, and the block's tokens.
         self._next: dict[tuple[BlockHash | None, tuple[int, ...]], BlockHash] = {}
-        self._media: defaultdict[BlockHash, set[str]] = defaultdict(set)
-        self._block_tokens = 0
+        self._names: dict[BlockHash, tuple[BlockHash | None, tuple[int, ...]]] = {}
+        self._places: dict[BlockHash, set[Residency]] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._context.destroy(linger=0)
-
-    def read(self) -> None:
-        """Take in the events that have arrived."""
-        while self._socket.poll(0):
-            payload = self._socket.recv_multipart()[-1]
-            for event in msgspec.msgpack.decode(payload)[1]:
-                self._apply(event)
+    def pullable(self, prompt: Sequence[int]) -> list[BlockHash]:
+        """The hashes of the prompt's blocks that peers can pull, from its beginning."""
+        found: list[BlockHash] = []
+        for block in self._walk(prompt):
+            if not any(place.is_pullable for place in self._places[block]):
+                break
+            found.append(block)
+        return found
 
     def held(self, prompt: Sequence[int]) -> list[BlockHash]:
-        """The hashes of the prompt's blocks that can be pulled, from its beginning."""
-        hashes: list[BlockHash] = []
-        size = self._block_tokens
+        """The hashes of the prompt's blocks that are anywhere in the engine."""
+        return list(self._walk(prompt))
+
+    def blocks(self, place: Residency) -> set[BlockHash]:
+        return {block for block, places in self._places.items() if place in places}
+
+    def forget(self) -> None:
+        for known in (self._next, self._names, self._places):
+            known.clear()
+
+    def apply(self, event: dict[str, Any]) -> None:
+        """Take in an event as ``kv_events.decode`` gives it."""
+        if event["type"] == "AllBlocksCleared":
+            # It is said when the GPU's cache is reset. The others may have been too,
+            # and what they keep may be of weights that were replaced.
+            self.forget()
+            return
+        place = Residency(event.get("medium"), event.get("ownership"))
+        if event["type"] == "BlockRemoved":
+            for block in event["block_hashes"]:
+                self._remove(block, place)
+        elif event["type"] == "BlockStored" and _is_plain(event):
+            self._store(event, place)
+
+    def _walk(self, prompt: Sequence[int]) -> Iterator[BlockHash]:
+        size = self.block_tokens
         parent: BlockHash | None = None
         for end in range(size, len(prompt) + 1, size) if size else ():
             block = self._next.get((parent, tuple(prompt[end - size : end])))
-            if block is None or not self._media[block]:
-                break
-            hashes.append(block)
+            if block is None:
+                return
+            yield block
             parent = block
-        return hashes
 
-    def wait_for(
-        self, prompt: Sequence[int], tokens: int, seconds: float
-    ) -> list[BlockHash]:
-        """Read until that many of the prompt's tokens are held, or time is up."""
-        deadline = time.monotonic() + seconds
-        while True:
-            self.read()
-            hashes = self.held(prompt)
-            if len(hashes) * self._block_tokens >= tokens > 0:
-                return hashes
-            if time.monotonic() > deadline:
-                return hashes
-            self._socket.poll(50)
+    def _store(self, event: dict[str, Any], place: Residency) -> None:
+        self.block_tokens = size = event["block_size"]
+        parent = event["parent_block_hash"]
+        for number, block in enumerate(event["block_hashes"]):
+            tokens = event["token_ids"][number * size : (number + 1) * size]
+            name = parent, tuple(tokens)
+            self._next[name] = block
+            self._names[block] = name
+            self._places.setdefault(block, set()).add(place)
+            parent = block
 
-    def _apply(self, event: dict[str, Any]) -> None:
-        if event["type"] == "AllBlocksCleared":
-            self._media.clear()
+    def _remove(self, block: BlockHash, place: Residency) -> None:
+        places = self._places.get(block)
+        if places is None:
             return
-        medium = event.get("medium")
-        if medium not in PULLABLE:
-            return
-        if event["type"] == "BlockRemoved":
-            for block in event["block_hashes"]:
-                self._media[block].discard(medium)
-        elif event["type"] == "BlockStored" and event["token_ids"]:
-            self._block_tokens = size = event["block_size"]
-            parent = event["parent_block_hash"]
-            for number, block in enumerate(event["block_hashes"]):
-                tokens = event["token_ids"][number * size : (number + 1) * size]
-                self._next[parent, tuple(tokens)] = block
-                self._media[block].add(medium)
-                parent = block
+        places.discard(place)
+        if not places:
+            del self._places[block]
+            name = self._names.pop(block)
+            # A block with a salt has another hash for the same tokens.
+            if self._next.get(name) == block:
+                del self._next[name]
+
+
+def _is_plain(event: dict[str, Any]) -> bool:
+    described = bool(event["token_ids"])
+    return described and event.get("lora_name") is None and event.get("lora_id") is None
 
 
 def fetch_hint(control_endpoint: str, hashes: Sequence[BlockHash]) -> dict[str, Any]:

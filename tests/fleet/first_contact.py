@@ -68,14 +68,14 @@ def contact(
     """Start both servers and send both prompts, ``pause`` seconds apart."""
     environment = peers_vllm.environment()
     servers = two_servers(folder, lambda doing: None, workload, tier, environment)
-    with servers as (a, b, index):
+    with servers as (a, b, events):
         prompts = make_prompts(workload)
         cold = [a.complete(prompt, workload.output_tokens) for prompt in prompts]
         hinted = []
         for prompt in prompts:
             if hinted:
                 time.sleep(pause)
-            hint = hint_at(a, index, prompt, workload)
+            hint = hint_at(a, events, prompt, workload)
             hinted.append(b.complete(prompt, workload.output_tokens, hint))
     return Contact(workload, tuple(cold), tuple(hinted))
 

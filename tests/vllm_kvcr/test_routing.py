@@ -1,111 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The little router: what vLLM's own publisher says."""
+"""What an engine holds, by its KV events."""
 
-import itertools
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from vllm.distributed.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEventBatch,
-    ZmqEventPublisher,
-)
-from vllm_kvcr.routing import KvIndex
+from vllm_kvcr.routing import KvIndex, Residency
 
 PROMPT = list(range(10))
 FIRST, SECOND = 11, 22
-MARKS = itertools.count(-2, -1)
-
-Publish = Callable[..., None]
-
-
-def stored(parent: int | None, block: int, tokens: list[int], medium: str = "CPU"):
-    return BlockStored(
-        block_hashes=[block],
-        parent_block_hash=parent,
-        token_ids=tokens,
-        block_size=4,
-        lora_id=None,
-        medium=medium,
-        lora_name=None,
-    )
+PRIMARY = Residency("CPU", None)
+POOL = Residency("CPU", "kvcr")
+GPU = Residency("GPU", None)
 
 
-BOTH = (stored(None, FIRST, PROMPT[:4]), stored(FIRST, SECOND, PROMPT[4:8]))
+def stored(place: Residency, *, salt: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": [FIRST + salt, SECOND + salt],
+        "parent_block_hash": None,
+        "token_ids": PROMPT[:8],
+        "block_size": 4,
+        **place._asdict(),
+        **more,
+    }
+
+
+def removed(place: Residency, *blocks: int) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": list(blocks), **place._asdict()}
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Iterator[tuple[KvIndex, Publish]]:
-    endpoint = f"ipc://{tmp_path}/events"
-    publisher = ZmqEventPublisher(0, endpoint=endpoint)
-    with KvIndex(endpoint) as index:
-
-        def publish(*events: object) -> None:
-            publisher.publish(KVEventBatch(ts=0.0, events=list(events)))
-
-        # What is published before the subscription has arrived is lost.
-        deadline = time.monotonic() + 10
-        while not index.held([-1] * 4):
-            assert time.monotonic() < deadline
-            publish(stored(None, -1, [-1] * 4))
-            index.wait_for([-1] * 4, 4, 0.1)
-        yield index, publish
-    publisher.shutdown()
+def index() -> KvIndex:
+    return KvIndex()
 
 
-def arrived(index: KvIndex, publish: Publish) -> None:
-    """Whatever was published before has been read."""
-    # New each time: an earlier mark, still held, would be found at once.
-    block = next(MARKS)
-    mark = [block] * 4
-    publish(stored(None, block, mark))
-    assert index.wait_for(mark, 4, 10)
+def apply(index: KvIndex, *events: dict[str, Any]) -> None:
+    for event in events:
+        index.apply(event)
 
 
-def test_a_prompts_blocks_are_found_by_its_tokens(index) -> None:
-    index, publish = index
-    publish(*BOTH)
-    assert index.wait_for(PROMPT, 8, 10) == [FIRST, SECOND]
-    assert index.held(PROMPT[:7]) == [FIRST]
-    assert index.held([*PROMPT[:4], 0, 0, 0, 0]) == [FIRST]
-    assert index.held([0, *PROMPT]) == []
-    assert index.held([]) == []
+def test_a_prompts_blocks_are_found_by_its_tokens(index: KvIndex) -> None:
+    assert index.pullable(PROMPT) == []
+    apply(index, stored(PRIMARY))
+    assert index.pullable(PROMPT) == [FIRST, SECOND]
+    assert index.pullable(PROMPT[:7]) == [FIRST]
+    assert index.pullable([*PROMPT[:4], 0, 0, 0, 0]) == [FIRST]
+    assert index.pullable([0, *PROMPT]) == []
+    assert index.pullable([]) == []
 
 
-def test_only_what_peers_can_be_given_counts(index) -> None:
-    index, publish = index
-    publish(stored(None, FIRST, PROMPT[:4], "GPU"))
-    arrived(index, publish)
-    assert index.held(PROMPT) == []
-    publish(stored(None, FIRST, PROMPT[:4], "STORAGE"))
-    assert index.wait_for(PROMPT, 4, 10) == [FIRST]
+@pytest.mark.parametrize(
+    ("place", "pullable"),
+    [
+        (PRIMARY, True),
+        (POOL, True),
+        (Residency("STORAGE", "kvcr"), True),
+        (GPU, False),
+        (Residency("STORAGE", "fs"), False),
+        (Residency("CPU", "p2p"), False),
+    ],
+)
+def test_only_what_peers_can_be_given_is_pullable(
+    index: KvIndex, place: Residency, pullable: bool
+) -> None:
+    apply(index, stored(place))
+    assert index.held(PROMPT) == [FIRST, SECOND]
+    assert bool(index.pullable(PROMPT)) == pullable
 
 
-def test_a_block_is_held_until_each_medium_has_let_go(index) -> None:
-    index, publish = index
-    publish(*BOTH, stored(None, FIRST, PROMPT[:4], "STORAGE"))
-    publish(BlockRemoved(block_hashes=[FIRST, SECOND], medium="CPU"))
-    arrived(index, publish)
-    assert index.held(PROMPT) == [FIRST]
-    publish(BlockRemoved(block_hashes=[FIRST], medium="STORAGE"))
-    arrived(index, publish)
-    assert index.held(PROMPT) == []
-    publish(*BOTH)
-    assert index.wait_for(PROMPT, 8, 10) == [FIRST, SECOND]
-    publish(AllBlocksCleared())
-    arrived(index, publish)
+def test_the_primary_tier_and_the_pool_let_go_each_for_itself(index: KvIndex) -> None:
+    """Both are the medium CPU."""
+    apply(index, stored(PRIMARY), stored(POOL), removed(PRIMARY, FIRST, SECOND))
+    assert index.pullable(PROMPT) == [FIRST, SECOND]
+    assert index.blocks(POOL) == {FIRST, SECOND}
+    assert index.blocks(PRIMARY) == set()
+    apply(index, removed(POOL, SECOND))
+    assert index.pullable(PROMPT) == [FIRST]
+    apply(index, removed(POOL, FIRST), removed(POOL, FIRST))
     assert index.held(PROMPT) == []
 
 
-def test_what_never_comes_is_waited_for_only_so_long(index) -> None:
-    index, publish = index
-    publish(BOTH[0])
-    started = time.monotonic()
-    assert index.wait_for(PROMPT, 8, 0.5) == [FIRST]
-    assert 0.5 <= time.monotonic() - started < 5
+def test_a_block_that_is_pullable_may_follow_one_that_is_not(index: KvIndex) -> None:
+    apply(index, stored(GPU), stored(PRIMARY), removed(PRIMARY, FIRST))
+    assert index.held(PROMPT) == [FIRST, SECOND]
+    assert index.pullable(PROMPT) == []
+
+
+def test_nothing_is_kept_of_what_is_gone(index: KvIndex) -> None:
+    for salt in range(100):
+        blocks = FIRST + salt, SECOND + salt
+        apply(index, stored(PRIMARY, salt=salt), removed(PRIMARY, *blocks))
+    assert not [*index._next, *index._names, *index._places]
+
+
+def test_the_same_tokens_with_a_salt_are_other_blocks(index: KvIndex) -> None:
+    apply(index, stored(PRIMARY), stored(PRIMARY, salt=100))
+    apply(index, removed(PRIMARY, FIRST, SECOND))
+    assert index.pullable(PROMPT) == [FIRST + 100, SECOND + 100]
+
+
+def test_a_reset_forgets_everything(index: KvIndex) -> None:
+    apply(index, stored(PRIMARY), stored(POOL), {"type": "AllBlocksCleared"})
+    assert index.held(PROMPT) == []
+
+
+@pytest.mark.parametrize("adapter", [{"lora_name": "mine"}, {"lora_id": 3}])
+def test_blocks_of_an_adapter_are_left_out(
+    index: KvIndex, adapter: dict[str, Any]
+) -> None:
+    apply(index, stored(PRIMARY, **adapter))
+    assert index.held(PROMPT) == []
+
+
+def test_blocks_that_nobody_describes_are_left_out(index: KvIndex) -> None:
+    apply(index, stored(PRIMARY, token_ids=[], block_size=0))
+    assert index.block_tokens == 0
+    assert index.held(PROMPT) == []

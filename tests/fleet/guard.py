@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A pool that outlives its server: ``python -m tests.fleet.guard``.
+
+``vllm-kvcr guard`` owns the pool of server A. A computes prompts and is killed. B gets
+two of them from the guard, at A's control endpoint. A new server takes the pool back
+and is served from it, without a hint.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests import peers_vllm
+from vllm_kvcr import process_group
+from vllm_kvcr.demo_model import CHUNK_BYTES, make_prompts, write_model
+from vllm_kvcr.demo_plan import Workload
+from vllm_kvcr.demo_process import log_tail
+from vllm_kvcr.kv_events import Subscription
+from vllm_kvcr.peers_run import BLOCKS, hint_at
+from vllm_kvcr.servers import (
+    OF_SERVERS,
+    Answer,
+    Server,
+    ServerFailed,
+    longest,
+)
+
+WORKLOAD = Workload(prompts=4, chunks_per_prompt=4)
+POOL_CHUNKS = 2 * WORKLOAD.prompts * WORKLOAD.chunks_per_prompt
+GUARD_SECONDS = 60.0
+# For a first contact; and for the guard to see that A is gone.
+CONTACT_SECONDS = 30.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(
+        prog="python -m tests.fleet.guard",
+        description="A pool that outlives its server.",
+    ).parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="vllm-kvcr-fleet-") as folder:
+        try:
+            faults = run(Path(folder))
+        except ServerFailed as failure:
+            faults = [str(failure)]
+    for fault in faults:
+        print(f"FAILED {fault}")
+    return 1 if faults else 0
+
+
+@contextmanager
+def guard(
+    folder: Path, tier: dict[str, Any], control_ports: list[int]
+) -> Iterator[None]:
+    """``vllm-kvcr guard`` for a server with that tier, ready."""
+    config = folder / "kv-transfer.json"
+    options = {"type": "kvcr", "control_ports": control_ports, **tier}
+    extra = {"secondary_tiers": [options]}
+    config.write_text(json.dumps({"kv_connector_extra_config": extra}))
+    command = [sys.executable, "-m", "vllm_kvcr.cli", "guard", "--config", str(config)]
+    command += ["--pool-size", str(POOL_CHUNKS * CHUNK_BYTES)]
+    log = folder / "guard.log"
+    with log.open("ab") as sink:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            env={**os.environ, **OF_SERVERS},
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + GUARD_SECONDS
+        while not Path(tier["kvcr_service_socket_path"]).exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise ServerFailed(f"the guard does not start:\n{log_tail(log)}")
+            time.sleep(0.1)
+        yield
+    finally:
+        process_group.end(process)
+
+
+def run(folder: Path) -> list[str]:
+    model = folder / "model"
+    write_model(model, longest(WORKLOAD.chunks_per_prompt))
+    tier = {
+        "kvcr_service_socket_path": f"{folder}/kvcr.sock",
+        "compatibility_digest": "auto",
+        "namespace": "fleet/1",
+        "secondary_g2_slots": 0,
+    }
+    prompts = make_prompts(WORKLOAD)
+    faults = []
+    common: dict[str, Any] = {
+        "chunks": WORKLOAD.chunks_per_prompt,
+        "environment": peers_vllm.environment(),
+    }
+    with ExitStack() as stack:
+
+        def server(name: str, **options: Any) -> Server:
+            made = Server(name, folder, model, **common, **options)
+            return stack.enter_context(made)
+
+        # Started last of all where it is needed, so that it learns its port.
+        a = Server("A", folder, model, tier=tier, **common)
+        stack.enter_context(guard(folder, tier, a.control_ports))
+        stack.enter_context(a)
+        b = server("B", tier={"namespace": tier["namespace"], "pull_timeout_ms": 5000})
+        a.wait_until_ready()
+        b.wait_until_ready()
+        events = stack.enter_context(
+            Subscription(a.events_endpoint, replay=a.replay_endpoint)
+        )
+        cold = [a.complete(prompt, WORKLOAD.output_tokens) for prompt in prompts]
+        hints = [hint_at(a, events, prompt, WORKLOAD) for prompt in prompts]
+        wait_until_stored(a)
+        a.kill()
+        print("A is killed", flush=True)
+
+        # B meets the guard.
+        b.complete(prompts[0], WORKLOAD.output_tokens, hints[0])
+        deadline = time.monotonic() + CONTACT_SECONDS
+        while not fetched(b) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        pulled = b.complete(prompts[1], WORKLOAD.output_tokens, hints[1])
+        print(
+            f"B computed {pulled.computed_tokens} of {pulled.prompt_tokens} tokens; "
+            f"{fetched(b)} chunks came from the guard",
+            flush=True,
+        )
+        faults += faults_of("B", pulled, cold[1])
+
+        started = time.monotonic()
+        again = server("A2", tier=tier, control_ports=a.control_ports)
+        again.wait_until_ready()
+        ready = time.monotonic() - started
+        hit = again.complete(prompts[2], WORKLOAD.output_tokens)
+        first_hit = time.monotonic() - started
+        print(
+            f"A new server was ready after {ready:.1f} s. It computed "
+            f"{hit.computed_tokens} of {hit.prompt_tokens} tokens of its first prompt "
+            f"and answered {first_hit:.1f} s after its start, {hit.seconds:.2f} s "
+            f"after the request (cold: {cold[2].seconds:.2f} s)",
+            flush=True,
+        )
+        faults += faults_of("the new server", hit, cold[2])
+        # It serves peers from the pool that it took back.
+        from_new = b.complete(prompts[3], WORKLOAD.output_tokens, hints[3])
+        print(f"B then computed {from_new.computed_tokens} tokens of a fourth prompt")
+    return faults
+
+
+def fetched(server: Server) -> int:
+    return server.metrics().total(BLOCKS, operation="remote_fetch")
+
+
+def wait_until_stored(server: Server) -> None:
+    """Until all of it is in the pool."""
+    wanted = WORKLOAD.chunks
+    deadline = time.monotonic() + CONTACT_SECONDS
+    while True:
+        stored = server.metrics().total(BLOCKS, operation="local_fill")
+        if stored >= wanted:
+            return
+        if time.monotonic() > deadline:
+            raise ServerFailed(f"A stored {stored} of {wanted} chunks")
+        time.sleep(0.2)
+
+
+def faults_of(who: str, answer: Answer, cold: Answer) -> list[str]:
+    faults = []
+    if answer.computed_tokens != WORKLOAD.tail_tokens:
+        faults.append(
+            f"{who} computed {answer.computed_tokens} tokens, and not only the last "
+            f"{WORKLOAD.tail_tokens}"
+        )
+    if answer.token_ids != cold.token_ids:
+        faults.append(f"{who} gave another output than A")
+    return faults
+
+
+if __name__ == "__main__":
+    sys.exit(main())
