@@ -72,6 +72,7 @@ bench: setup
 		-e ".[bench]" > .venv.log 2>&1 || { tail -15 .venv.log; exit 1; }
 	@$(VENV_PYTHON) -m benchmarks $(BENCH_ARGS)
 
+# With --picture FILE the dashboard is drawn, which takes matplotlib.
 dashboards: setup-peers
 	@PYTHONPATH=$(CURDIR)/.venv/peers-vllm $(VENV_PYTHON) -m scripts.dashboard_check \
 		$(DASHBOARDS_ARGS)

@@ -9,6 +9,7 @@ alerts, and what the tier counted has to equal what vLLM counted.
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import sys
@@ -220,6 +221,8 @@ def main() -> int:
         "--picture", type=Path, help="draw the dashboard into this SVG, with matplotlib"
     )
     options = parser.parse_args()
+    if options.picture is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("the picture needs matplotlib: pip install -e .[bench]")
     try:
         with tempfile.TemporaryDirectory(prefix="vllm-kvcr-dashboards-") as folder:
             faults = run(Path(folder), options.picture)

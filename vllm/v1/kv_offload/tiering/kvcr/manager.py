@@ -49,6 +49,7 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Reason
 from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Lost
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import definitions
+from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import Place
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -72,7 +73,8 @@ _HIT, _MISS = QueryStatus.HIT, QueryStatus.MISS
 _FETCHABLE, _FETCHING = QueryStatus.FETCHABLE, QueryStatus.FETCHING
 _REMOTE = CacheTier.REMOTE_G2
 _LOOKUP_HIT, _LOOKUP_MISS = LookupResult.HIT, LookupResult.MISS
-_HIT_IN_DRAM, _HIT_ON_DISK, _HIT_AT_PEER = shims.HIT_SOURCES
+_DRAM = Place.DRAM
+_HIT_SOURCES = dict(zip(Place, shims.HIT_SOURCES, strict=True))
 
 
 class KVCRSecondaryTierManager(SecondaryTierManager):
@@ -164,8 +166,9 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         if self._backoff.active and self._backoff.blocks(key, request_id):
             return self._refuse(Lost.BACKING_OFF)
         if status is _HIT:
-            self._traffic.dram_hits += 1
-            self.cache_hit_source = _HIT_IN_DRAM  # type: ignore[misc]
+            traffic = self._traffic
+            traffic.dram_hits += 1
+            traffic.last_hit = _DRAM
             return _LOOKUP_HIT
         if status is _FETCHABLE:
             return self._look_up_elsewhere(key, request_id, tier)
@@ -242,6 +245,11 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
     # --- reports ---------------------------------------------------------------------
 
+    @property
+    def cache_hit_source(self) -> Any:
+        """Where the block was that was found last: vLLM asks right after a lookup."""
+        return _HIT_SOURCES[self._traffic.last_hit]
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._inventory.take()
 
@@ -311,10 +319,10 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
     def _found_elsewhere(self, source: str | None) -> LookupResult:
         if source is FILES:
             self._traffic.disk_hits += 1
-            self.cache_hit_source = _HIT_ON_DISK  # type: ignore[misc]
+            self._traffic.last_hit = Place.DISK
         else:
             self._traffic.peer_hits += 1
-            self.cache_hit_source = _HIT_AT_PEER  # type: ignore[misc]
+            self._traffic.last_hit = Place.PEER
         return _LOOKUP_HIT
 
     def _refuse(self, reason: Lost) -> LookupResult:

@@ -37,8 +37,25 @@ class Traffic:
         timed: Keep how long loads took, for whoever takes and clears it.
     """
 
+    __slots__ = (
+        "_timed",
+        "deferred",
+        "disk_hits",
+        "dram_hits",
+        "hinted_misses",
+        "last_hit",
+        "load_seconds",
+        "misses",
+        "moved",
+        "peer_hits",
+        "refused",
+        "requested",
+    )
+
     def __init__(self, timed: bool) -> None:
         self._timed = timed
+        self.last_hit = Place.DRAM
+        """Where the lookup that hit last found its block."""
         self.clear()
 
     def clear(self) -> None:
