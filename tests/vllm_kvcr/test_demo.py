@@ -102,7 +102,7 @@ SAME_OUTPUTS = ((1, 2), (1, 2))
         (
             DRAM_STAGE,
             StageResult(COLD, replace(FROM_DRAM.served, cached_tokens=0)),
-            "spared itself only 0",
+            "reused only 0",
         ),
         (
             DRAM_STAGE,

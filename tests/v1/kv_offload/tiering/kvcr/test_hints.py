@@ -19,6 +19,7 @@ from tests.v1.kv_offload.tiering.kvcr.builders import (
     key,
     request,
 )
+from tests.v1.kv_offload.tiering.kvcr.json_values import JSON_VALUES
 from tests.v1.kv_offload.tiering.kvcr.rig import Rig, StandinRig
 from tests.v1.kv_offload.tiering.kvcr.standin import AT_PEER, HIT
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
@@ -368,18 +369,6 @@ def test_on_the_real_kvcr_the_new_hint_counts(real: Rig) -> None:
     assert real.hits([key(1), key(2)], "r") == []
 
 
-JSON_VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats()
-    | st.text(max_size=8),
-    lambda children: (
-        st.lists(children, max_size=3)
-        | st.dictionaries(st.text(max_size=8), children, max_size=3)
-    ),
-    max_leaves=8,
-)
 ENDPOINTS = st.sampled_from(
     [
         SOURCE,

@@ -79,6 +79,17 @@ def assert_same(
         assert np.array_equal(contents, expected[each])
 
 
+def assert_all_come_back(
+    engine: Engine, contents: dict[OffloadKey, np.ndarray]
+) -> None:
+    for first in range(0, len(contents), 4):
+        context = engine.begin(ReqContext(f"get {first}"))
+        found = engine.get(context, keys(4, first))
+        assert list(found) == keys(4, first)
+        assert_same(found, contents)
+        engine.end(context)
+
+
 def test_blocks_come_back_after_the_primary_tier_was_overrun(
     engine_of: MakeEngine,
 ) -> None:
@@ -87,12 +98,7 @@ def test_blocks_come_back_after_the_primary_tier_was_overrun(
     put_all(engine, contents)
     primary = engine.manager.primary_tier
     assert primary.lookup(key(0), ReqContext("x")) is LookupResult.MISS
-    for first in range(0, 24, 4):
-        context = engine.begin(ReqContext(f"get {first}"))
-        found = engine.get(context, keys(4, first))
-        assert list(found) == keys(4, first)
-        assert_same(found, contents)
-        engine.end(context)
+    assert_all_come_back(engine, contents)
     assert not engine.manager.has_pending_work()
 
 
@@ -135,12 +141,7 @@ def test_files_below_the_pool_serve_what_the_pool_evicted(
     )
     contents = blocks(24)
     put_all(engine, contents)
-    for first in range(0, 24, 4):
-        context = engine.begin(ReqContext(f"get {first}"))
-        found = engine.get(context, keys(4, first))
-        assert list(found) == keys(4, first)
-        assert_same(found, contents)
-        engine.end(context)
+    assert_all_come_back(engine, contents)
     moved = engine.stats()[f"vllm:{TRANSFER_BLOCKS_METRIC}"]
     assert any("g3" in operation for (operation,) in moved)
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvcr import ROUTER_HINT_CAPABILITIES
 
+from tests.v1.kv_offload.tiering.kvcr.json_values import JSON_VALUES
 from vllm.v1.kv_offload.tiering.kvcr.config import (
     G3Config,
     OptionError,
@@ -410,19 +411,6 @@ def outcome(options: dict[str, Any]) -> tuple[TierConfig | None, str]:
         return None, str(error)
 
 
-# As far as JSON, and so a configuration, can go.
-JSON_VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats()
-    | st.text(max_size=8),
-    lambda children: (
-        st.lists(children, max_size=3)
-        | st.dictionaries(st.text(max_size=8), children, max_size=3)
-    ),
-    max_leaves=6,
-)
 # Neither of them can be had alone.
 TOGETHER = {"kvcr_service_socket_path", "compatibility_digest"}
 

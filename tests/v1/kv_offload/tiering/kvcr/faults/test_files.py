@@ -128,7 +128,7 @@ def test_an_engine_with_corrupt_blocks_warns_of_itself(
     assert (engine.probe.state, engine.probe.reason) == ("degraded", "corrupt_blocks")
     lines = [line for line in tier_log.texts() if "corrupt_blocks" in line]
     assert len(lines) == 1
-    assert "peers" in lines[0]
+    assert "Peers" in lines[0]
 
 
 def cut(path: Path) -> None:

@@ -22,8 +22,9 @@ BUILT_IN: dict[str, type[KVCachePolicy]] = {
 }
 
 
-# A block that is in a file counts as this much older than it is. Must exceed the time
-# between two uses of blocks that are used often, so that these stay.
+# A block that is in a file counts as this much older than it is. Longer than the reads
+# that should find room without a write, and short enough that a block in frequent use
+# outlives blocks that were not used for a minute.
 _CLEAN_HANDICAP_S = 60.0
 
 
