@@ -289,9 +289,10 @@ class Server:
             f"server {self.name} {what}; its log ends with\n{log_tail(self.log)}"
         )
 
-    def _arguments(self) -> list[str]:
-        max_tokens = longest(self._chunks)
-        transfer = {
+    @property
+    def transfer_config(self) -> dict[str, Any]:
+        """What it is given as ``--kv-transfer-config``."""
+        return {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "engine_id": self._engine_id,
@@ -313,6 +314,9 @@ class Server:
                 ],
             },
         }
+
+    def _arguments(self) -> list[str]:
+        max_tokens = longest(self._chunks)
         events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -330,7 +334,7 @@ class Server:
             *("--data-parallel-size", str(self._ranks)),
             "--enable-prompt-tokens-details",
             *(("--gpu-memory-utilization", GPU_SHARE) if self._on_gpu else ()),
-            *("--kv-transfer-config", json.dumps(transfer)),
+            *("--kv-transfer-config", json.dumps(self.transfer_config)),
             *("--kv-events-config", json.dumps(events)),
         ]
 

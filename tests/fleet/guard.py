@@ -57,14 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def guard(
-    folder: Path, tier: dict[str, Any], control_ports: list[int]
-) -> Iterator[None]:
-    """``vllm-kvcr guard`` for a server with that tier, ready."""
+def guard(folder: Path, server: Server, socket: str) -> Iterator[None]:
+    """``vllm-kvcr guard`` for that server, ready."""
     config = folder / "kv-transfer.json"
-    options = {"type": "kvcr", "control_ports": control_ports, **tier}
-    extra = {"secondary_tiers": [options]}
-    config.write_text(json.dumps({"kv_connector_extra_config": extra}))
+    config.write_text(json.dumps(server.transfer_config))
     command = [sys.executable, "-m", "vllm_kvcr.cli", "guard", "--config", str(config)]
     command += ["--pool-size", str(POOL_CHUNKS * CHUNK_BYTES)]
     log = folder / "guard.log"
@@ -79,7 +75,7 @@ def guard(
         )
     try:
         deadline = time.monotonic() + GUARD_SECONDS
-        while not Path(tier["kvcr_service_socket_path"]).exists():
+        while not Path(socket).exists():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise ServerFailed(f"the guard does not start:\n{log_tail(log)}")
             time.sleep(0.1)
@@ -91,8 +87,9 @@ def guard(
 def run(folder: Path) -> list[str]:
     model = folder / "model"
     write_model(model, longest(WORKLOAD.chunks_per_prompt))
+    socket = f"{folder}/kvcr.sock"
     tier = {
-        "kvcr_service_socket_path": f"{folder}/kvcr.sock",
+        "kvcr_service_socket_path": socket,
         "compatibility_digest": "auto",
         "namespace": "fleet/1",
         "secondary_g2_slots": 0,
@@ -111,7 +108,7 @@ def run(folder: Path) -> list[str]:
 
         # Started last of all where it is needed, so that it learns its port.
         a = Server("A", folder, model, tier=tier, **common)
-        stack.enter_context(guard(folder, tier, a.control_ports))
+        stack.enter_context(guard(folder, a, socket))
         stack.enter_context(a)
         b = server("B", tier={"namespace": tier["namespace"], "pull_timeout_ms": 5000})
         a.wait_until_ready()
