@@ -16,7 +16,7 @@ from tests.v1.kv_offload.tiering.kvcr.busy import (
 )
 from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig, wait_until
 from tests.v1.kv_offload.tiering.kvcr.standin import FAILED, KvcrStandin
-from vllm.v1.kv_offload.tiering.kvcr import manager
+from vllm.v1.kv_offload.tiering.kvcr import draining
 from vllm.v1.kv_offload.tiering.kvcr.backend import start
 
 DEAD = RuntimeError("progress thread died")
@@ -69,8 +69,8 @@ def test_drain_waits_for_what_has_not_started_yet() -> None:
 def test_a_drain_that_waits_says_what_for(
     tier_log: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert manager._WAIT_WARNING_S == 5.0
-    monkeypatch.setattr(manager, "_WAIT_WARNING_S", 0.05)
+    assert draining._WARNING_INTERVAL_S == 5.0
+    monkeypatch.setattr(draining, "_WARNING_INTERVAL_S", 0.05)
     rig, parent = busy_rig()
     drain = in_thread(rig.tier.drain_jobs)
     wait_until(

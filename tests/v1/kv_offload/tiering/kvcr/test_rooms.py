@@ -20,6 +20,7 @@ MAY_USE = {
     "backend": {"compat", "reports", "peers", "transfers.jobs", *DOOR},
     # Values are read by what knows them.
     "assembly": {"backend", "compat", "reports", "peers", "transfers", *DOOR},
+    "draining": {"backend", "reports", "peers", "transfers"},
     "config": {"values"},
     "values": {"peers.endpoints"},
     "keys": set(),

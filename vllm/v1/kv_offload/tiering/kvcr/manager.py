@@ -12,7 +12,6 @@ line, and the engine recomputes.
 """
 
 import mmap
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,6 +44,7 @@ from vllm.v1.kv_offload.tiering.kvcr.backend.start import Natives
 from vllm.v1.kv_offload.tiering.kvcr.compat.environment import check_environment
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import LOOKUPS
 from vllm.v1.kv_offload.tiering.kvcr.config import telemetry_enabled
+from vllm.v1.kv_offload.tiering.kvcr.draining import wait_until_unused
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Reason
 from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Lost
@@ -62,8 +62,6 @@ logger = init_logger(__name__)
 _RETAINED_NATIVE_BUFFERS: list[Any] = []
 """Buffers that native code may still touch; kept mapped until the process ends."""
 
-_POLL_INTERVAL_S = 0.001
-_WAIT_WARNING_S = 5.0
 # Whatever can finish has finished by then, and a container that is being stopped does
 # not get much more time.
 _LONGEST_DRAIN_S = 10.0
@@ -377,41 +375,15 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             self._health.degrade(Reason.CORRUPT_BLOCKS, detail)
 
     def _drain(self, give_up_after_s: float | None) -> bool:
-        """Poll until no job or pin uses the primary tier; false if it gave up."""
-        started = warned = time.monotonic()
-        # How long to wait for a peer that may still read from the primary tier.
-        patience_s = self._config.abandon_timeout / 1000
-        while True:
-            self._poll()
-            jobs, pins = self._transfers.outstanding, self._pins.outstanding
-            if not jobs and not pins:
-                return True
-            now = time.monotonic()
-            waited = now - started
-            if not jobs and self._pins.only_refused and waited > patience_s:
-                count = self._pins.let_go_of_refused()
-                logger.warning(
-                    "kvcr tier: released %d pins although a peer that hung or died may "
-                    "still read their blocks; that peer will not use what it gets",
-                    count,
-                )
-                continue
-            if give_up_after_s is not None and (
-                waited > give_up_after_s or self._backend.closer.quiescent is False
-            ):
-                return False
-            if now - warned >= _WAIT_WARNING_S:
-                warned = now
-                logger.warning(
-                    "kvcr tier: still waiting for %d jobs and %d pins after %.0f s "
-                    "(state: %s, reason: %s)",
-                    jobs,
-                    pins,
-                    waited,
-                    self._health.state.value,
-                    self._health.reason.label,
-                )
-            time.sleep(_POLL_INTERVAL_S)
+        return wait_until_unused(
+            self._poll,
+            transfers=self._transfers,
+            pins=self._pins,
+            health=self._health,
+            closer=self._backend.closer,
+            patience_s=self._config.abandon_timeout / 1000,
+            give_up_after_s=give_up_after_s,
+        )
 
     def _fail(self, error: BaseException) -> None:
         """Stop using KVCR for good. Its native code may still run; see ``Closer``."""

@@ -18,7 +18,7 @@ from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine, Job
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer import Peer
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
-from vllm.v1.kv_offload.tiering.kvcr import manager as tier_module
+from vllm.v1.kv_offload.tiering.kvcr import draining
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 
 BLOCKS = 96
@@ -127,7 +127,7 @@ def test_where_it_ends_in_the_primary_tier_the_slots_are_held_back(
     tier_log: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tier_module, "_WAIT_WARNING_S", 0.3)
+    monkeypatch.setattr(draining, "_WARNING_INTERVAL_S", 0.3)
     scene = Scene(peers, engines, "primary")
     victim = scene.victim
     job = scene.stop_in_the_middle()
