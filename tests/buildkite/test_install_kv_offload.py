@@ -167,8 +167,16 @@ def test_without_cuda_nothing_is_done(image: Image, cuda_version: str | None) ->
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("installed_nixl_version", ["1.3.2", "1.5.0"])
-@pytest.mark.parametrize("installed_majors", [(), ("12",), ("13",), ("12", "13")])
+@pytest.mark.parametrize(
+    ("installed_majors", "installed_nixl_version"),
+    [
+        ((), ""),
+        (("12",), "1.3.2"),
+        (("13",), "1.3.2"),
+        (("12", "13"), "1.3.2"),
+        (("12", "13"), "1.5.0"),
+    ],
+)
 @pytest.mark.parametrize("major", ["12", "13"])
 def test_cuda_image_gets_its_one_wheel(
     image: Image,

@@ -160,15 +160,10 @@ def test_editable_install(tmp_path):
     assert _answer(env, _WHERE_IS_THE_TIER) == _tier_in(TIER_FOLDER)
 
 
-def test_folder_copied_into_a_vllm_tree_needs_no_plugin(tmp_path):
+def test_folder_copied_into_a_vllm_tree_needs_no_plugin(wheel, tmp_path):
     env = CleanEnv.create(tmp_path / "env", folder_in_vllm=True)
-
     assert _answer(env, _WHERE_IS_THE_TIER) == _tier_in(env.shared / IN_VLLM)
 
-
-def test_the_wheel_goes_before_a_folder_copied_into_vllm(wheel, tmp_path):
-    env = CleanEnv.create(tmp_path / "env", folder_in_vllm=True)
-
+    # The wheel, if it is there as well, goes first.
     env.install(wheel)
-
     assert _answer(env, _WHERE_IS_THE_TIER) == _tier_in(env.site_packages / IN_WHEEL)
