@@ -56,3 +56,28 @@ def tiers() -> list[dict[str, object]]:
 def test_every_tier_in_the_usage_guide_is_accepted(tier: dict[str, object]) -> None:
     assert parse_options({k: v for k, v in tier.items() if k != "type"})
     assert len(tiers()) >= 3
+
+
+def test_the_numbers_of_the_comparison_are_those_of_the_benchmarks() -> None:
+    compared = (ROOT / "docs" / "comparison.md").read_text()
+    measured = (ROOT / "docs" / "benchmarks.md").read_text()
+    numbers = re.findall(r"\b\d\.\d\d\b", compared.partition("## Together")[0])
+    assert len(numbers) >= 6
+    missing = {n for n in numbers if n != "0.33" and f"{n}x [" not in measured}
+    assert missing == set(), "say in docs/comparison.md what the last run measured"
+
+
+def test_the_tiers_of_the_comparison_are_accepted() -> None:
+    text = (ROOT / "docs" / "comparison.md").read_text()
+    (listed,) = re.findall(r"```json\n(.+?)```", text, re.S)
+    (ours,) = [tier for tier in json.loads(listed) if tier.pop("type") == "kvcr"]
+    assert parse_options(ours)
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name
+)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        if not target.startswith("https://"):
+            assert (page.parent / target).exists(), target
