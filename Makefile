@@ -13,6 +13,7 @@
 #   make matrix      the tests on every pair of releases MATRIX_ARGS="--adapter-level"
 #   make gpu-check   a GPU's blocks, moved and timed     GPU_PYTHON=python3
 #   make upstream-tree  what a pull request to vLLM carries, tested in vLLM's tree
+#   make docs        the documentation as a site, in build/site
 #   make dist        wheel and sdist in dist/, checked for an index
 #   make clean       removes environments and caches
 # PYTHON=... names the Python (3.11 to 3.14) that .venv is made with.
@@ -38,7 +39,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
 .PHONY: help setup setup-peers demo demo-peers test lint bench dashboards fleet soak \
-	gpu-check matrix dist upstream-tree clean
+	gpu-check matrix docs dist upstream-tree clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -91,7 +92,12 @@ gpu-check:
 matrix:
 	@python=$$(scripts/find_python.sh) && "$$python" -m scripts.matrix $(MATRIX_ARGS)
 
-# Only here, because only here something is to be published.
+# Each installs its tools itself, because nothing else needs them.
+docs: setup
+	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check \
+		-e ".[docs]" > .venv.log 2>&1 || { tail -15 .venv.log; exit 1; }
+	@NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --quiet
+
 dist: setup
 	@$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check \
 		-e ".[dist]" > .venv.log 2>&1 || { tail -15 .venv.log; exit 1; }

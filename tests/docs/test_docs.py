@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from vllm.v1.kv_offload.tiering.kvcr.config import G3Config, TierConfig, parse_options
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Reason
@@ -81,3 +82,9 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if not target.startswith("https://"):
             assert (page.parent / target).exists(), target
+
+
+def test_the_site_has_every_page() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    pages = re.findall(r"[\w-]+\.md", json.dumps(site))
+    assert sorted(pages) == sorted(p.name for p in (ROOT / "docs").glob("*.md"))
