@@ -208,7 +208,7 @@ def test_stores_with_nowhere_to_go_are_no_failures(engine_of: MakeEngine) -> Non
     stats = engine.stats()
     assert TieringOffloadingMetrics.CASCADE_JOB_FAILURES not in stats
     assert f"vllm:{TRANSFER_BLOCKS_METRIC}" not in stats
-    assert not any(stats.get(LOST_BLOCKS, {}).values())
+    assert not any(stats[LOST_BLOCKS].values())
 
 
 def test_two_tiers_of_one_engine_both_store_and_report(engine_of: MakeEngine) -> None:
