@@ -43,6 +43,11 @@ class Ledger:
     ) -> None:
         self._events.__exit__(kind, error, trace)
 
+    @property
+    def slowest(self) -> float:
+        """Seconds that the slowest event took."""
+        return max(self.delays, default=0.0)
+
     def read(self) -> int:
         """Take in what has arrived; returns how many events."""
         batches = self._events.read()
