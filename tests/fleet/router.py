@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 
 from tests import peers_vllm
-from tests.fleet.ledger import Ledger
+from tests.fleet.ledger import Ledger, settle
 from vllm_kvcr import process_group
 from vllm_kvcr.demo_model import make_prompts, write_model
 from vllm_kvcr.demo_plan import BLOCKS_PER_CHUNK, TOKENS_PER_BLOCK, Workload
@@ -238,8 +238,7 @@ def faults_at_rest(
     found = pulled = 0
     for number, prompt in enumerate(prompts):
         for here, there in ((0, 1), (1, 0)):
-            for ledger in ledgers:
-                ledger.settle()
+            settle(ledgers)
             expected = ledgers[here].expected_hit(prompt, BLOCKS_PER_CHUNK)
             hashes = ledgers[there].index.pullable(prompt)
             hint = None
@@ -311,7 +310,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=80)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="vllm-kvcr-fleet-") as folder:
-        faults = run(Path(folder), options.requests)
+        try:
+            faults = run(Path(folder), options.requests)
+        except ServerFailed as failure:
+            faults = [str(failure)]
     for fault in faults:
         print(f"FAILED {fault}")
     return 1 if faults else 0
@@ -344,8 +346,7 @@ def run(folder: Path, requests: int) -> list[str]:
         ]
         client = stack.enter_context(routed(servers, folder / "router.log"))
         made = send_all(client, prompts, requests, ledgers)
-        for ledger in ledgers:
-            ledger.settle()
+        settle(ledgers)
         urls = [f"http://{LOCALHOST}:{server.port}" for server in servers]
         by_url = dict(zip(urls, ledgers, strict=True))
         faults = faults_of_load(made, prompts, by_url)
