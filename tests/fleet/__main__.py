@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no part is called {', '.join(sorted(unknown))}")
     failed = []
+    # Whoever waits for minutes wants to see each line when it is printed.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     for name in options.parts or PARTS:
         part, summary = PARTS[name]
         print(f"== {name}: {summary}", flush=True)

@@ -37,6 +37,7 @@ from vllm_kvcr.servers import (
 WORKLOAD = Workload(prompts=4, chunks_per_prompt=4)
 POOL_CHUNKS = 2 * WORKLOAD.prompts * WORKLOAD.chunks_per_prompt
 GUARD_SECONDS = 60.0
+STALLED = "source progress stalled"
 # For a first contact; and for the guard to see that A is gone.
 CONTACT_SECONDS = 30.0
 
@@ -134,6 +135,11 @@ def run(folder: Path) -> list[str]:
             flush=True,
         )
         faults += faults_of("B", pulled, cold[1])
+        if faults and STALLED in (folder / "guard.log").read_text():
+            faults.append(
+                "the guard's thread was not scheduled for a second, which ends its "
+                "service to peers; this machine is too busy"
+            )
 
         started = time.monotonic()
         again = server("A2", tier=tier, control_ports=a.control_ports)

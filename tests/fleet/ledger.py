@@ -43,6 +43,11 @@ class Ledger:
     ) -> None:
         self._events.__exit__(kind, error, trace)
 
+    @property
+    def slowest(self) -> float:
+        """Seconds that the slowest event took."""
+        return max(self.delays, default=0.0)
+
     def read(self) -> int:
         """Take in what has arrived; returns how many events."""
         batches = self._events.read()
@@ -52,21 +57,6 @@ class Ledger:
             for event in batch.events:
                 self._enter(event, batch.timestamp)
         return sum(len(batch.events) for batch in batches)
-
-    def settle(self, quiet: float = 1.0, seconds: float = 60.0) -> None:
-        """Read until nothing has come for a while.
-
-        Raises:
-            TimeoutError: it never stops.
-        """
-        deadline = time.monotonic() + seconds
-        last = time.monotonic()
-        while time.monotonic() < last + quiet:
-            if self.read():
-                last = time.monotonic()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"events kept coming for {seconds:.0f} s")
-            time.sleep(0.01)
 
     def ever_held(self, prompt: Sequence[int]) -> list[BlockHash]:
         return self._ever.held(prompt)
@@ -118,3 +108,20 @@ class Ledger:
                 self._present.discard((block, place))
             if was_here != (block in self._pullable()):
                 self._history.setdefault(block, []).append(when)
+
+
+def settle(
+    ledgers: Sequence[Ledger], quiet: float = 1.0, seconds: float = 60.0
+) -> None:
+    """Read until nothing has come for a while.
+
+    Raises:
+        TimeoutError: it never stops.
+    """
+    started = last = time.monotonic()
+    while time.monotonic() < last + quiet:
+        if sum(ledger.read() for ledger in ledgers):
+            last = time.monotonic()
+        if last > started + seconds:
+            raise TimeoutError(f"events kept coming for {seconds:.0f} s")
+        time.sleep(0.01)

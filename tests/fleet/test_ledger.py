@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.fleet.ledger import GPU, Ledger
-from tests.fleet.router import EVENTS_SECONDS, Routed, faults_of_load
+from tests.fleet.router import Routed, faults_of_load
 from vllm_kvcr.routing import Residency
 from vllm_kvcr.servers import Answer
 
@@ -138,8 +138,9 @@ def test_a_hint_that_is_not_served_is_a_fault_unless_its_blocks_left(
 def test_a_hint_for_what_is_long_gone_is_a_fault(ledger: Ledger) -> None:
     enter(ledger, 1, stored(POOL))
     enter(ledger, 15, removed(POOL))
-    late = 15 + 2 * EVENTS_SECONDS
-    found = faults(ledger, routed(10, True), routed(late, True))
+    ledger.delays += [0.1, 1.5]
+    assert faults(ledger, routed(10, True), routed(16, True)) == []
+    found = faults(ledger, routed(10, True), routed(17, True))
     assert found == ["prompt 0: a block was hinted 2.0 s after it had left its source"]
 
 
