@@ -31,12 +31,12 @@ def draw(run: "Run", picture: Path) -> None:
     panels = json.loads(DASHBOARD.read_text())["panels"]
     rows = -(-len(panels) // _COLUMNS)
     figure = Figure(figsize=(5 * _COLUMNS, 2.6 * rows), layout="constrained")
-    axes = figure.subplots(rows, _COLUMNS).flat
+    axes = list(figure.subplots(rows, _COLUMNS).flat)
     for axis, panel in zip(axes, panels, strict=False):
         axis.set_title(panel["title"], fontsize=9)
         axis.tick_params(labelsize=7)
         _draw_panel(axis, panel, run)
-    for axis in list(axes)[len(panels) :]:
+    for axis in axes[len(panels) :]:
         axis.set_axis_off()
     figure.savefig(picture, format="svg", metadata={"Date": None})
 

@@ -25,7 +25,7 @@ def test_it_says_so_and_is_of_no_use_to_peers(peers: Any, engines: Any) -> None:
     )
     peer.call("hold", KEYS)
     assert peer.call("report")["state"] == "healthy"
-    assert state_samples(peer.call("gauges")) == {}
+    assert state_samples(peer.call("gauges")) == {"('1', 'healthy', 'none')": 1}
     peer.stop()
     time.sleep(1.2 * STALL_S)
     peer.go_on()
