@@ -177,6 +177,10 @@ class Server:
         self._tier = dict(tier or {})
         self._on_gpu = on_gpu
         device = {"VLLM_TARGET_DEVICE": "cuda"} if on_gpu else {}
+        if ranks > 1:
+            # Or each takes its memory from a NUMA node of its own. Only whether it is
+            # set matters.
+            device["VLLM_CPU_SIM_MULTI_NUMA"] = "0"
         self._environment = {
             **os.environ,
             **OF_SERVERS,
@@ -308,6 +312,7 @@ class Server:
                         "control_ports": self.control_ports,
                         "control_host": LOCALHOST,
                         "control_advertise_host": LOCALHOST,
+                        "router_capabilities": ["router_hint"],
                         "enable_telemetry": True,
                         **self._tier,
                     }
