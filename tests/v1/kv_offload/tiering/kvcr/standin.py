@@ -149,7 +149,7 @@ class KvcrStandin:
 
     @property
     def last(self) -> Operation:
-        return list(self.operations.values())[-1]
+        return next(reversed(self.operations.values()))
 
     def complete(self, handle: int, statuses: Mapping[bytes, OpEntryStatus]) -> None:
         """Have the next poll yield one piece of an operation's outcome."""
