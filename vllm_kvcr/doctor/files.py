@@ -13,46 +13,63 @@ from pathlib import Path
 
 import psutil
 
-from vllm_kvcr.doctor.finding import Finding, fail, ok, size
+from vllm_kvcr.doctor.finding import Finding, fail, ok, size, warn
 from vllm_kvcr.doctor.setting import Setting
 
 LOCKS = Path("/proc/locks")
 
 
 def check(setting: Setting) -> Iterator[Finding]:
+    # Here, because without kvcr or vLLM other checks still run.
+    from vllm.v1.kv_offload.tiering.kvcr.config import OptionError
+
     configs = [c for _, c in setting.valid if c.g3 is not None]
     if not configs:
         yield ok("no g3: no files are used")
     seen: set[Path] = set()
     for config in configs:
-        assert config.g3 is not None
         ranks = len(config.control_ports or (0,))
-        if ranks > 1:
-            yield fail(
-                f"{ranks} local ranks would use the same files, but each file can be "
-                "used by one engine only",
-                "start each rank with its own configuration and paths",
-            )
-        capacity = config.g3.capacity_bytes_per_file
-        if setting.chunk_bytes is not None:
-            capacity -= capacity % setting.chunk_bytes
-        for given in config.g3.paths:
-            path = given.expanduser().resolve()
-            if path in seen:
-                yield fail(f"{path} is given twice", "give each file once in g3.paths")
-                continue
-            seen.add(path)
-            yield _check_file(path, capacity, setting.chunk_bytes is not None)
+        for rank in range(ranks):
+            try:
+                g3 = config.for_rank(rank if ranks > 1 else None).g3
+            except OptionError as error:
+                yield fail(
+                    str(error).removeprefix("kvcr tier: "), "give each rank its own"
+                )
+                break
+            assert g3 is not None
+            capacity = g3.capacity_bytes_per_file
+            if setting.chunk_bytes is not None:
+                capacity -= capacity % setting.chunk_bytes
+            for given in g3.paths:
+                path = given.expanduser().resolve()
+                if path in seen:
+                    yield fail(
+                        f"{path} is given twice", "give each file once in g3.paths"
+                    )
+                    continue
+                seen.add(path)
+                yield _check_file(
+                    path,
+                    capacity,
+                    is_exact=setting.chunk_bytes is not None,
+                    kept=config.kvcr_service_socket_path is not None,
+                )
 
 
-def _check_file(path: Path, capacity: int, is_exact: bool) -> Finding:
+def _check_file(path: Path, capacity: int, *, is_exact: bool, kept: bool) -> Finding:
+    folder = path.parent
+    if not folder.is_dir():
+        return fail(
+            f"{path}: {folder} is not a folder, and the tier does not create it",
+            "mount the disk, or create the folder",
+        )
     try:
         held = path.stat() if path.exists() else None
         if held is not None and not stat.S_ISREG(held.st_mode):
             return fail(
                 f"{path} is not a file", "give a file's path; it is created if absent"
             )
-        folder = _existing(path.parent)
         filesystem = _filesystem(folder)
         free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -84,15 +101,12 @@ def _check_file(path: Path, capacity: int, is_exact: bool) -> Finding:
                 holders=holders,
                 **known,
             )
-    if (
-        held is not None
-        and held.st_size
-        and not _fits(held.st_size, capacity, is_exact)
-    ):
+    fits = held is None or not held.st_size or _fits(held.st_size, capacity, is_exact)
+    if kept and not fits:
         return fail(
-            f"{where} has {held.st_size} bytes, but g3.capacity_bytes_per_file asks "
-            f"for {capacity}",
-            f"remove {path}, which loses its blocks, or restore that option",
+            f"{where} has {known['size']} bytes, but g3.capacity_bytes_per_file asks "
+            f"for {capacity}, and the KVCR service keeps the file's contents",
+            "restore that option, or stop the service and remove the file",
             **known,
         )
     missing = capacity - (held.st_size if held is not None else 0)
@@ -109,6 +123,13 @@ def _check_file(path: Path, capacity: int, is_exact: bool) -> Finding:
             "use a local file system such as ext4 or xfs, not one in memory",
             **known,
         )
+    if not fits:
+        return warn(
+            f"{where} has {known['size']} bytes and is recreated with {capacity}; what "
+            "it holds is not used",
+            "nothing, unless another engine still needs that file",
+            **known,
+        )
     there = "is free to use" if held is not None else "can be created"
     return ok(f"{where} {there}, {size(capacity)} with {size(free)} free", **known)
 
@@ -116,15 +137,6 @@ def _check_file(path: Path, capacity: int, is_exact: bool) -> Finding:
 def _fits(held: int, capacity: int, is_exact: bool) -> bool:
     # KVCR rounds down to whole chunks, whose size may not be known here.
     return held == capacity if is_exact else capacity // 2 < held <= capacity
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest parent that exists."""
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir():
-        raise NotADirectoryError(None, f"{folder} is not a folder")
-    return folder
 
 
 def _filesystem(folder: Path) -> str:

@@ -35,7 +35,7 @@ def test_without_files_there_is_nothing_to_check():
 
 
 def test_a_file_that_can_be_created_is_good_and_is_not_created(folder):
-    told = the_only("files", setting(g3(folder / "sub" / "kv.g3")))
+    told = the_only("files", setting(g3(folder / "kv.g3")))
     assert told.status is Status.OK
     assert told.data["filesystem"] in told.text
     assert told.data["free"] > CAPACITY
@@ -70,18 +70,42 @@ def test_a_lock_whose_holder_is_unknown_still_fails(folder, monkeypatch, tmp_pat
     assert "another process" in text
 
 
-def test_a_file_of_another_size_fails(folder):
+def test_a_missing_folder_fails_as_it_does_at_start(folder):
+    (text,) = failures("files", setting(g3(folder / "sub" / "kv.g3")))
+    assert "is not a folder" in text
+
+
+def test_a_file_of_another_size_is_recreated_unless_a_service_keeps_it(folder):
     path = folder / "kv.g3"
     path.write_bytes(bytes(CAPACITY // 2))
-    (text,) = failures("files", setting(g3(path)))
+    told = the_only("files", setting(g3(path)))
+    assert told.status is Status.WARN
+    assert str(CAPACITY // 2) in told.text
+    service = {
+        "kvcr_service_socket_path": "/run/kvcr.sock",
+        "compatibility_digest": "digest",
+        "control_ports": [24990],
+        "secondary_g2_slots": 0,
+    }
+    (text,) = failures("files", setting(g3(path, **service)))
     assert str(CAPACITY // 2) in text
+
+
+def test_each_local_rank_needs_files_of_its_own(folder):
+    ports = {"control_ports": [24990, 24991]}
+    (text,) = failures("files", setting(g3(folder / "kv.g3", **ports)))
+    assert "rank" in text
+    told = list(files.check(setting(g3(folder / "kv-{rank}.g3", **ports))))
+    assert [Path(each.data["path"]).name for each in told] == ["kv-0.g3", "kv-1.g3"]
+    assert {each.status for each in told} == {Status.OK}
 
 
 def test_capacity_is_rounded_down_to_chunks_where_their_size_is_known(folder):
     path = folder / "kv.g3"
     path.write_bytes(bytes(48 << 10))
-    assert failures("files", setting(g3(path), chunk_bytes=48 << 10)) == []
-    assert failures("files", setting(g3(path), chunk_bytes=32 << 10)) != []
+    for chunk, status in ((48 << 10, Status.OK), (32 << 10, Status.WARN)):
+        told = the_only("files", setting(g3(path), chunk_bytes=chunk))
+        assert told.status is status
 
 
 def test_what_is_no_file_fails(folder):
@@ -89,7 +113,7 @@ def test_what_is_no_file_fails(folder):
     assert "is not a file" in text
     (folder / "plain").write_bytes(b"")
     (text,) = failures("files", setting(g3(folder / "plain" / "kv.g3")))
-    assert "not a folder" in text or "Not a directory" in text
+    assert "is not a folder" in text
 
 
 def test_what_cannot_be_written_fails(folder, monkeypatch):
