@@ -13,9 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests import peers_vllm
@@ -26,6 +26,9 @@ from vllm_kvcr.servers import Answer, ServerFailed
 
 WORKLOAD = Workload(prompts=2)
 
+
+PEERS = "vllm:kvcr_tier_peers"
+LOST = "vllm:kvcr_tier_lost_blocks_total"
 
 PAUSE_S = 6.0
 """Between the two requests: as long as the first contact took on two busy cores."""
@@ -38,6 +41,10 @@ class Contact:
     workload: Workload
     cold: tuple[Answer, ...]
     hinted: tuple[Answer, ...]
+    peers: Mapping[str, int] = field(default_factory=dict)
+    """What B's metrics say about A at the end: its standing."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """Blocks that B lost, by reason."""
 
     def was_served(self, number: int) -> bool:
         return self.hinted[number].computed_tokens == self.workload.tail_tokens
@@ -55,7 +62,10 @@ class Contact:
             for answer in self.hinted
         ]
         equal = "equal" if self.outputs_are_equal else "NOT EQUAL"
-        return f"{'; '.join(parts)}; outputs {equal}"
+        line = f"{'; '.join(parts)}; outputs {equal}"
+        if not self.was_served(-1):
+            line += f"; B lost {dict(self.lost)}, its peers are {dict(self.peers)}"
+        return line
 
 
 def contact(
@@ -77,7 +87,14 @@ def contact(
                 time.sleep(pause)
             hint = hint_at(a, events, prompt, workload)
             hinted.append(b.complete(prompt, workload.output_tokens, hint))
-    return Contact(workload, tuple(cold), tuple(hinted))
+        metrics = b.metrics()
+        return Contact(
+            workload,
+            tuple(cold),
+            tuple(hinted),
+            metrics.by_label(PEERS, "standing"),
+            metrics.by_label(LOST, "reason"),
+        )
 
 
 @contextmanager
