@@ -25,7 +25,7 @@ from scripts.quiet_run import CommandFailed
 from scripts.setup_env import ENV, ROOT, one_at_a_time
 
 TESTS = Path("tests/v1/kv_offload/tiering/kvcr")
-END_TO_END = Path("tests/vllm_kvcr/test_end_to_end.py")
+END_TO_END = Path("tests/vllm_kvcr/end_to_end.py")
 FAULTS = TESTS / "faults"
 MIXED = TESTS / "mixed_releases.py"
 DOCUMENT = ROOT / "docs" / "compatibility.md"

@@ -21,7 +21,7 @@ TIER_FOLDER = REPOSITORY / "vllm/v1/kv_offload/tiering/kvcr"
 
 INSTALLED = Path(sysconfig.get_path("purelib"))
 
-_SECONDS = 240
+_SECONDS = 280
 
 
 class InstallFailed(Exception):

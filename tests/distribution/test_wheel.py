@@ -39,22 +39,29 @@ tier = SecondaryTierFactory.get_tier_class({"type": "kvcr"})
 package = sys.modules["vllm.v1.kv_offload.tiering.kvcr"]
 print(json.dumps([package.__file__, inspect.getfile(tier), tier.__name__]))
 """
-# The demo's smallest stage; its engine core writes down which adapter it made.
+# The demo on shorter prompts; its engine core writes down which adapter it made. Half a
+# prompt does not fit into the pool, so that blocks come from there and from files.
 _RUN_AN_ENGINE = """
 import sys
 from pathlib import Path
-from vllm_kvcr.demo_plan import Stage, Workload
+from vllm_kvcr.demo_plan import TOKENS_PER_CHUNK, Stage, Workload
 from vllm_kvcr.demo_process import run_stage
 report, helpers = sys.argv[1:]
+workload = Workload(prompts=3, chunks_per_prompt=4)
+stage = Stage("pool and files", pool_chunks=10, file_chunks=12)
 result = run_stage(
-    Workload(prompts=2, chunks_per_prompt=2),
-    Stage("pool", pool_chunks=8),
+    workload,
+    stage,
     Path("engine.log"),
-    seconds=150,
+    seconds=220,
     spec=("ReportingSpec", "reporting_spec"),
     environment={"VLLM_KVCR_TEST_REPORT": report, "PYTHONPATH": helpers},
 )
-assert result.served.cached_tokens > 0
+assert result.faults(stage) == [], result.faults(stage)
+# All that was offloaded came back, some from each place.
+assert result.served.cached_tokens == workload.chunks * TOKENS_PER_CHUNK
+assert result.tokens_from_dram > 0
+assert result.tokens_from_files > 0
 """
 
 
@@ -139,7 +146,7 @@ def test_wheel_installed_and_uninstalled(wheel, tmp_path):
     assert _answer(env, _WHERE_IS_THE_PACKAGE) == package_before
 
 
-def test_an_engine_core_runs_the_adapter_of_the_wheel(wheel, tmp_path):
+def test_an_engine_is_served_by_the_adapter_of_the_wheel(wheel, tmp_path):
     env = CleanEnv.create(tmp_path / "env")
     env.install(wheel)
     report = tmp_path / "report.json"

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A real engine with the kvcr tier over real NIXL: the demo, on shorter prompts."""
+"""A real engine with the kvcr tier over real NIXL: the demo, on shorter prompts.
+
+Run by the compatibility matrix. ``make test`` runs the same with the installed wheel.
+"""
 
 import json
 import os
