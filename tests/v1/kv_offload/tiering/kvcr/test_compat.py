@@ -66,6 +66,7 @@ SHIMS = [
     Shim("_HAS_MEMORY_OWNERS", "kvcr", "0.1.0", is_on("_HAS_MEMORY_OWNERS")),
     Shim("writes_primary", "kvcr", "0.1.0"),
     Shim("primary_source_keys", "kvcr", "0.1.0"),
+    Shim("unstopped_starts", "kvcr", "0.1.0"),
     Shim("native_alive_after", "kvcr", "0.1.0"),
     Shim("HAS_BACKPRESSURE", "vllm", "0.30", is_on("HAS_BACKPRESSURE")),
     Shim("_HAS_TRANSFER_BYTES", "vllm", "0.30", is_on("_HAS_TRANSFER_BYTES")),
@@ -304,7 +305,8 @@ def test_a_result_carries_its_size_where_results_have_one() -> None:
 def test_a_detector_reaches_the_base_class_where_it_takes_one() -> None:
     detector = object()
     rig = StandinRig(detector=detector)
-    assert rig.tier.bp_detector is (detector if shims.HAS_BACKPRESSURE else None)
+    reached = getattr(rig.tier, "bp_detector", None)
+    assert reached is (detector if shims.HAS_BACKPRESSURE else None)
 
 
 def test_hints_are_found_on_either_carrier() -> None:
@@ -349,13 +351,16 @@ def test_native_code_left_by_a_failed_start_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left = "_NONQUIESCENT_STARTUP_RESOURCES"
-    assert not shims.native_alive_after(RuntimeError("x"))
+    before = shims.unstopped_starts()
+    assert not shims.native_alive_after(RuntimeError("x"), before)
     if shims.KVCRStartupError is not shims._NeverRaised:
-        assert shims.native_alive_after(shims.KVCRStartupError("x"))
+        assert shims.native_alive_after(shims.KVCRStartupError("x"), before)
         monkeypatch.setattr(shims, "KVCRStartupError", shims._NeverRaised)
     assert hasattr(kvcr.api, left)
     monkeypatch.setattr(kvcr.api, left, [(object(), None)])
-    assert shims.native_alive_after(RuntimeError("x"))
+    assert shims.native_alive_after(RuntimeError("x"), 0)
+    # One of an earlier start keeps nothing of this one.
+    assert not shims.native_alive_after(RuntimeError("x"), 1)
 
 
 @pytest.mark.parametrize(
@@ -520,7 +525,7 @@ def test_the_next_vllms_jobs_pin_blocks_for_a_peer() -> None:
 
 def test_vllms_base_class_is_left_to_itself() -> None:
     """What the tier overrides exists there, or is one of the probed additions."""
-    probed = {"bp_detector", "config_info", "config_info_keys"}
+    probed = {"bp_detector", "cache_hit_source", "config_info", "config_info_keys"}
     added = {"tolerates_off_thread_polling"}
     own = {
         name

@@ -77,10 +77,11 @@ class Backend:
                 behind except buffers that native code may still touch.
         """
         backend = cls(natives, primary_buffer)
+        unstopped = shims.unstopped_starts()
         try:
             backend._start(config, primary, agent, port, guard, bindings)
         except BaseException as error:
-            backend._undo(error)
+            backend._undo(error, unstopped)
             files.remove(made_files)
             refused = start_errors.explain(error, config, primary, guard)
             if refused is not None:
@@ -138,9 +139,10 @@ class Backend:
         if guard is not None:
             self.slots = (shims.service_pool_bytes(self.kvcr) or 0) // primary.row_bytes
 
-    def _undo(self, error: BaseException) -> None:
+    def _undo(self, error: BaseException, unstopped_before: int) -> None:
         """Close what was opened, or keep what must be kept."""
-        if shims.native_alive_after(error) or not isinstance(error, Exception):
+        alive = shims.native_alive_after(error, unstopped_before)
+        if alive or not isinstance(error, Exception):
             self._retain()
             return
         if self._channel is not None:

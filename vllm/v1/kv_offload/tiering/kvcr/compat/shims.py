@@ -225,15 +225,25 @@ def peer_forgetter(kvcr_instance: object) -> Callable[[str], None]:
     return forget
 
 
-def native_alive_after(error: BaseException) -> bool:
+def unstopped_starts() -> int:
+    """How many failed starts in this process kvcr 0.1.0 could not stop.
+
+    It keeps a list of them, and has no exception that says so. Can go with 0.1.0.
+    """
+    return len(getattr(kvcr_api, "_NONQUIESCENT_STARTUP_RESOURCES", ()))
+
+
+def native_alive_after(error: BaseException, unstopped_before: int) -> bool:
     """Whether a failed start of KVCR left native code that may still touch the buffers.
 
-    kvcr 0.1.0 has no exception that says so; it only keeps a list of what it could not
-    stop. The second half can go with 0.1.0.
+    The second half can go with kvcr 0.1.0.
+
+    Args:
+        unstopped_before: What ``unstopped_starts`` said before this start.
     """
     if KVCRStartupError is not _NeverRaised:
         return isinstance(error, KVCRStartupError)
-    return bool(getattr(kvcr_api, "_NONQUIESCENT_STARTUP_RESOURCES", ()))
+    return unstopped_starts() > unstopped_before
 
 
 def capabilities() -> dict[str, bool]:
