@@ -9,6 +9,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from vllm_kvcr.demo_plan import TOKENS_PER_CHUNK, Stage, Workload
 from vllm_kvcr.demo_process import run_stage
 from vllm_kvcr.plugin import MANAGER_CLASS, MANAGER_MODULE, packaged_tiering_folder
@@ -22,6 +24,7 @@ WORKLOAD = Workload(prompts=3, chunks_per_prompt=4)
 STAGE = Stage("pool and files", pool_chunks=10, file_chunks=12)
 
 
+@pytest.mark.timeout(280)  # above the engine's own; the matrix gives a test less
 def test_repeated_prompts_are_served_by_kvcr_with_equal_outputs(
     tmp_path: Path,
 ) -> None:
