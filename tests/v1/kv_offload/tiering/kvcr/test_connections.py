@@ -141,16 +141,20 @@ def test_a_flood_of_endpoints_opens_few_sockets(rig: Rig) -> None:
     before = psutil.Process().num_fds()
     for number in range(1150):
         host = f"127.0.{number // 250}.{number % 250 + 1}"
-        rig.connections.send(endpoint(9, host), b"hello", once=True)
+        # ZMQ closes sockets in its own time, and opens none where too many are left.
+        wait_until(
+            lambda host=host: rig.connections.send(
+                endpoint(9, host), b"hello", once=True
+            ),
+            "room for a socket",
+        )
         rig.connections.flush()
         assert len(rig.connections) <= MAX_CONNECTIONS
     wait_until(
         lambda: psutil.Process().num_fds() - before < 3 * MAX_CONNECTIONS,
         "sockets to close",
     )
-    # ZMQ closes sockets in its own time; where it is late, others find no room for a
-    # while, and are never opened.
-    assert MAX_CONNECTIONS < len(rig.closed) <= 1150 - MAX_CONNECTIONS
+    assert len(rig.closed) == 1150 - MAX_CONNECTIONS
     zmq.Context.instance().socket(zmq.PUSH).close()
 
 
