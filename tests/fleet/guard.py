@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import peers_vllm
+from tests.fleet.part import status_of
 from vllm_kvcr import process_group
 from vllm_kvcr.demo_model import CHUNK_BYTES, make_prompts, write_model
 from vllm_kvcr.demo_plan import Workload
@@ -47,14 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m tests.fleet.guard",
         description="A pool that outlives its server.",
     ).parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="vllm-kvcr-fleet-") as folder:
-        try:
-            faults = run(Path(folder))
-        except ServerFailed as failure:
-            faults = [str(failure)]
-    for fault in faults:
-        print(f"FAILED {fault}")
-    return 1 if faults else 0
+    return status_of(run)
 
 
 @contextmanager

@@ -9,13 +9,13 @@ served from there; one that only the first rank has is not.
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from tests import peers_vllm
+from tests.fleet.part import status_of
 from vllm_kvcr.demo_model import make_prompts, write_model
 from vllm_kvcr.demo_plan import TOKENS_PER_CHUNK, Workload
 from vllm_kvcr.kv_events import Subscription
@@ -40,14 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m tests.fleet.ranks",
         description="A server pulls from the second data-parallel rank of another one.",
     ).parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="vllm-kvcr-fleet-") as folder:
-        try:
-            faults = run(Path(folder))
-        except ServerFailed as failure:
-            faults = [str(failure)]
-    for fault in faults:
-        print(f"FAILED {fault}")
-    return 1 if faults else 0
+    return status_of(run)
 
 
 def run(folder: Path) -> list[str]:

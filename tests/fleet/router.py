@@ -19,7 +19,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +31,7 @@ import httpx
 
 from tests import peers_vllm
 from tests.fleet.ledger import Ledger, settle
+from tests.fleet.part import status_of
 from vllm_kvcr import process_group
 from vllm_kvcr.demo_model import make_prompts, write_model
 from vllm_kvcr.demo_plan import BLOCKS_PER_CHUNK, TOKENS_PER_BLOCK, Workload
@@ -309,14 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--requests", type=int, default=80)
     options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="vllm-kvcr-fleet-") as folder:
-        try:
-            faults = run(Path(folder), options.requests)
-        except ServerFailed as failure:
-            faults = [str(failure)]
-    for fault in faults:
-        print(f"FAILED {fault}")
-    return 1 if faults else 0
+    return status_of(lambda folder: run(folder, options.requests))
 
 
 def run(folder: Path, requests: int) -> list[str]:
