@@ -13,6 +13,7 @@ def check(setting: Setting) -> Iterator[Finding]:
     register()
     try:
         from vllm.v1.kv_offload.tiering.kvcr.compat import environment
+        from vllm_kvcr.doctor import packages
     except ImportError as error:
         yield fail(
             f"vLLM's tiered KV-cache offloading cannot be imported: {error}",
@@ -20,22 +21,23 @@ def check(setting: Setting) -> Iterator[Finding]:
             "pip install 'vllm-kvcr[cuda]', or '[cpu]' on a machine without a GPU",
         )
         return
-    found = environment.look_around()
-    described = environment.describe(found)
-    faults = environment.metadata_faults(found) or environment.name_faults(found)
+    found = packages.look_around()
+    versions = found.versions
+    fault = packages.package_fault(found)
+    faults = [fault] if fault is not None else environment.name_faults()
     for fault in faults:
-        yield fail(fault.text, fault.command, versions=found.versions)
+        yield fail(fault.text, fault.command, versions=versions)
     if faults:
         return
-    untested = environment.untested(found)
+    untested = environment.untested(versions)
     if untested is not None:
         yield warn(
             untested.removeprefix("kvcr tier: "),
             "install a tested release if the tier misbehaves",
-            versions=found.versions,
+            versions=versions,
         )
     else:
-        yield ok(described, versions=found.versions, capabilities=_capabilities())
+        yield ok(str(found), versions=versions, capabilities=_capabilities())
 
 
 def _capabilities() -> dict[str, bool]:

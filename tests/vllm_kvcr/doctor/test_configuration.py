@@ -18,8 +18,7 @@ from tests.vllm_kvcr.doctor.asking import (
     transfer,
 )
 from vllm.v1.kv_offload.tiering.kvcr.backend import pool
-from vllm.v1.kv_offload.tiering.kvcr.compat import environment
-from vllm_kvcr.doctor import memory, versions
+from vllm_kvcr.doctor import memory, packages, versions
 from vllm_kvcr.doctor.finding import Status
 from vllm_kvcr.doctor.setting import Setting
 
@@ -184,9 +183,9 @@ def test_the_releases_here_fit_together():
 
 
 def test_releases_that_do_not_fit_fail_with_the_command(monkeypatch):
-    found = environment.look_around()
+    found = packages.look_around()
     found.versions["nixl"] = "0.9.0"
-    monkeypatch.setattr(environment, "look_around", lambda: found)
+    monkeypatch.setattr(packages, "look_around", lambda: found)
     told = the_only("versions", Setting())
     assert told.status is Status.FAIL
     assert "nixl is 0.9.0" in told.text
@@ -194,9 +193,9 @@ def test_releases_that_do_not_fit_fail_with_the_command(monkeypatch):
 
 
 def test_an_untested_release_is_a_warning(monkeypatch):
-    found = environment.look_around()
+    found = packages.look_around()
     found.versions["vllm"] = "0.99.0"
-    monkeypatch.setattr(environment, "look_around", lambda: found)
+    monkeypatch.setattr(packages, "look_around", lambda: found)
     assert the_only("versions", Setting()).status is Status.WARN
 
 

@@ -111,7 +111,7 @@ def test_this_very_check_fails_on_a_higher_bound() -> None:
 def test_a_shim_is_in_use_where_it_says_that_it_is(shim: Shim) -> None:
     """Over the matrix, this proves the release that each shim names."""
     assert shim.native is not None
-    installed = environment.look_around().versions[shim.package]
+    installed = environment.installed()[shim.package]
     assert shim.native() is outdates(installed, shim.served)
 
 
@@ -413,7 +413,7 @@ def test_use_is_said_to_be_reported_where_vllms_scheduler_reports_it() -> None:
 def test_the_start_is_announced_in_one_line(tier_log: LogLines) -> None:
     StandinRig()
     (line,) = [text for text in tier_log.texts(0) if "; on: " in text]
-    versions = environment.look_around().versions
+    versions = environment.installed()
     assert f"kvcr {versions['kvcr']}, nixl {versions['nixl']}" in line
     on, off = re.search(r"; on: (.*); off: (.*)$", line).groups()  # type: ignore[union-attr]
     said = dict.fromkeys(on.split(", "), True) | dict.fromkeys(off.split(", "), False)
@@ -425,7 +425,7 @@ def test_vllms_configuration_metric_gets_versions_and_capabilities() -> None:
     names = manager.KVCRSecondaryTierManager.config_info_keys({})
     info = StandinRig().tier.config_info()
     assert tuple(info) == names
-    assert info["kvcr_version"] == environment.look_around().versions["kvcr"]
+    assert info["kvcr_version"] == environment.installed()["kvcr"]
     on = [name for name, has in shims.capabilities().items() if has]
     assert info["kvcr_capabilities"] == ",".join(on)
     assert all(isinstance(value, str) for value in info.values())

@@ -21,16 +21,15 @@ from tests.v1.kv_offload.tiering.kvcr.faults.harness.strangers import (
     own_engine,
     pull,
 )
-from vllm.v1.kv_offload.tiering.kvcr.compat.environment import Found
 from vllm.v1.kv_offload.tiering.kvcr.peers import channel as channel_module
 
 
-def other_releases() -> Found:
-    return Found(versions={"kvcr": "0.0.9", "nixl": "1.0.0"})
+def other_releases() -> dict[str, str]:
+    return {"kvcr": "0.0.9", "nixl": "1.0.0"}
 
 
 def engine_of_other_releases(engines: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr(channel_module, "look_around", other_releases)
+    monkeypatch.setattr(channel_module, "installed", other_releases)
     return own_engine(engines)
 
 
@@ -48,7 +47,7 @@ def test_without_connecting_early_the_first_load_is_refused_at_once(
 ) -> None:
     peer = peers(PATIENCE, rows=16)
     peer.call("hold", KEYS)
-    monkeypatch.setattr(channel_module, "look_around", other_releases)
+    monkeypatch.setattr(channel_module, "installed", other_releases)
     engine = own_engine(engines, eager_ctrl_connect=False)
     seconds = pull(engine, peer.port, "first")
     assert seconds is not None

@@ -264,7 +264,7 @@ def describe_start() -> str:
     """The line for the log: the versions, and which capabilities are on and off."""
     on = [name for name, has in capabilities().items() if has]
     off = [name for name, has in capabilities().items() if not has]
-    versions = environment.describe(environment.look_around())
+    versions = environment.describe()
     return f"{versions}; on: {', '.join(on) or '-'}; off: {', '.join(off) or '-'}"
 
 
@@ -273,7 +273,7 @@ CONFIG_INFO_KEYS = ("kvcr_version", "nixl_version", "kvcr_capabilities")
 
 
 def config_info() -> dict[str, str]:
-    versions = environment.look_around().versions
+    versions = environment.installed()
     on = ",".join(name for name, has in capabilities().items() if has)
     values = (versions.get("kvcr", ""), versions.get("nixl", ""), on)
     return dict(zip(CONFIG_INFO_KEYS, values, strict=True))

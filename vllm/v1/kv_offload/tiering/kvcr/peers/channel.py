@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from vllm.logger import init_logger
-from vllm.v1.kv_offload.tiering.kvcr.compat.environment import look_around
+from vllm.v1.kv_offload.tiering.kvcr.compat.environment import installed
 from vllm.v1.kv_offload.tiering.kvcr.peers import greeting
 from vllm.v1.kv_offload.tiering.kvcr.peers.connections import Connections
 from vllm.v1.kv_offload.tiering.kvcr.peers.greeting import Envelope, Message, Versions
@@ -202,8 +202,8 @@ def guard_channel(channel: Any, secret: bytes | None) -> Any:
     """
     if not (hasattr(channel, "send") and hasattr(channel, "recv")):
         return channel
-    installed = look_around().versions
-    versions = Versions(installed.get("kvcr", ""), installed.get("nixl", ""))
+    found = installed()
+    versions = Versions(found.get("kvcr", ""), found.get("nixl", ""))
     return PeerChannel(channel, Envelope(versions, secret))
 
 

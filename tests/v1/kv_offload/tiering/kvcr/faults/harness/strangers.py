@@ -8,7 +8,7 @@ from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
 from vllm.v1.kv_offload.base import LookupResult
-from vllm.v1.kv_offload.tiering.kvcr.compat.environment import look_around
+from vllm.v1.kv_offload.tiering.kvcr.compat.environment import installed
 
 KEYS = make_keys(4, "theirs")
 PATIENCE = {"operation_timeout_ms": 10_000}
@@ -55,7 +55,7 @@ def assert_no_peer_of_each_other(engine: Engine, peer: Any, tier_log: Any) -> No
     assert engine.probe.pins == 0
     # A load that was refused leaves nothing behind that could still be written.
     assert not engine.probe.unstopped
-    ours = look_around().versions["kvcr"]
+    ours = installed()["kvcr"]
     for texts in (tier_log.texts(), report["log"]):
         (line,) = [text for text in texts if "exchange no blocks" in text]
         assert f"kvcr {ours}" in line
