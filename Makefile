@@ -107,7 +107,7 @@ dist: setup
 
 upstream-tree:
 	@python=$$(scripts/find_python.sh) && "$$python" -m scripts.upstream_tree && \
-		"$$python" -m scripts.matrix --pairs in-tree:0.1.1 --faults
+		"$$python" -m scripts.matrix --pairs in-tree --faults
 
 clean:
 	rm -rf .venv .matrix .venv.lock .venv.log .mypy_cache .pytest_cache .ruff_cache .hypothesis

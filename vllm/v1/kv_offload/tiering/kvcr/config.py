@@ -29,6 +29,9 @@ from vllm.v1.kv_offload.tiering.kvcr import values
 _LEAST_FILE_TIMEOUT_MS = 60_000
 # How long a request waits for a load before it recomputes.
 _LOAD_TIMEOUT_MS = 1000
+# Pull timeouts that a slow peer is given at most: what its death costs the requests that
+# wait for it then.
+_MOST_PATIENCE = 4.0
 
 _PRIMARY = "an option of vLLM's primary tier; put it beside secondary_tiers"
 _ELSEWHERE = {
@@ -233,7 +236,8 @@ class TierConfig(_Options):
 
     pull_timeout_ms: values.Count | None = None
     """How long a request waits for a block from a peer before it goes on without it.
-    Default: the same as ``operation_timeout_ms``."""
+    Default: the same as ``operation_timeout_ms``. If both are left out, up to four
+    times as long for a peer that has shown to be slow, until it answers quickly."""
 
     introduction_timeout_ms: values.Count = 15_000
     """How long the first contact with a peer may take. Meanwhile, requests that are
@@ -367,6 +371,13 @@ class TierConfig(_Options):
     def pull_timeout(self) -> int:
         timeout = self.pull_timeout_ms or self.load_timeout
         return min(timeout, self.operation_timeout)
+
+    @property
+    def most_patience(self) -> float:
+        """How many pull timeouts a slow peer is given at most."""
+        if self.pull_timeout_ms is not None or self.operation_timeout_ms is not None:
+            return 1.0
+        return min(_MOST_PATIENCE, self.operation_timeout / self.pull_timeout)
 
     def for_rank(self, local_rank: int | None) -> "TierConfig":
         """Return a copy that has only the files of data-parallel rank ``local_rank``.

@@ -12,6 +12,7 @@ from typing import Any
 from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
+from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FIRST_COOLDOWN_S
 
 KEYS = make_keys(8)
 OTHERS = make_keys(8, "others")
@@ -61,6 +62,26 @@ def test_a_peer_that_takes_long_to_answer_is_usable_then(
     meet(engine)
     assert engine.run("then", OTHERS, make_hint(peer.port, OTHERS)).hits == len(OTHERS)
     assert engine.probe.ignored_hints() == {}
+
+
+def test_a_known_peer_that_pauses_is_used_again_as_soon_as_it_answers(
+    peers: Any, managed: Any
+) -> None:
+    peer = peers(rows=24)
+    others = [*OTHERS, *make_keys(8, "later")]
+    peer.call("hold", KEYS + others)
+    engine = stranger(managed)
+    engine.run("first", KEYS, make_hint(peer.port, KEYS))
+    meet(engine)
+    peer.stop()
+    assert engine.run("paused", OTHERS, make_hint(peer.port, OTHERS)).hits == 0
+    assert engine.probe.lost()["timed_out"] == len(OTHERS)
+    peer.go_on()
+    usable = engine.probe.usable_peers
+    # Well within the pause after a silence.
+    engine.run_until(lambda: usable() == 1, FIRST_COOLDOWN_S / 2, "the silence")
+    then = engine.run("then", others[8:], make_hint(peer.port, others[8:]))
+    assert then.hits == 8
 
 
 def test_a_port_where_nobody_listens_costs_nobody_a_wait(managed: Any) -> None:

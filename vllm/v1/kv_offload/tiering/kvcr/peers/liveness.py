@@ -9,6 +9,9 @@ metadata and setting up UCX can take seconds, even if the peer is healthy.
 If a source stays silent for a whole timeout, it is left alone, twice as long each time,
 and then introduced again. So a dead peer, or a disk that hangs, costs one wait instead
 of one wait per request. Files need no first introduction.
+
+A peer that is slow is not silent. If its introduction took long, or a block arrives
+after the timeout, it gets more patience: several timeouts, until it answers quickly.
 """
 
 import time
@@ -31,6 +34,10 @@ SILENT_SHARE = 0.9
 less than 1: KVCR's deadline can be the same as the tier's, and polls come a little
 before or after it."""
 
+QUICK_SHARE = 0.25
+"""A peer that answers within this share of the timeout needs no more patience. Must be
+well below 1, so that a peer near the limit keeps what it has."""
+
 _MAX_SOURCES = 1024
 
 
@@ -51,12 +58,22 @@ class _Source:
     inconclusive: int = 0
     left_alone_until: float = 0.0
     heard_at: float = 0.0
+    patience: float = 1.0
 
 
 class Liveness:
-    """The known sources, in bounded number. Driven by one thread."""
+    """The known sources, in bounded number. Driven by one thread.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        most_patience: How many pull timeouts a slow peer is given at most; at least 1.
+    """
+
+    def __init__(
+        self,
+        most_patience: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._most_patience = most_patience
         self._clock = clock
         self._sources: OrderedDict[str, _Source] = OrderedDict()
         self._files = _Source(proven=True)
@@ -80,6 +97,11 @@ class Liveness:
     def is_down(self, name: str) -> bool:
         return self.standing(name) is Standing.COOLING
 
+    def patience(self, name: str) -> float:
+        """How many pull timeouts a peer is given; more than one if it is slow."""
+        source = self._known(name)
+        return 1.0 if source is None else source.patience
+
     def begin_introduction(self, name: str) -> bool:
         """Reserve the introduction of a source, if one is due."""
         source = self._source(name)
@@ -92,9 +114,17 @@ class Liveness:
         source.introducing = True
         return True
 
-    def heard(self, name: str) -> None:
-        """Note that a block arrived in time."""
+    def heard(self, name: str, share: float = 1.0) -> None:
+        """Note that a block arrived in time.
+
+        Args:
+            share: How long it took, in pull timeouts.
+        """
         source = self._source(name)
+        if source.introducing:
+            source.patience = max(1.0, min(share, self._most_patience))
+        elif share < QUICK_SHARE:
+            source.patience = 1.0
         source.proven = True
         source.introducing = False
         source.silences = source.inconclusive = 0
@@ -104,11 +134,16 @@ class Liveness:
     def heard_late(self, name: str) -> None:
         """Note that a block arrived too late: the source is alive, but slow.
 
-        It is used again after its pause, without another introduction.
+        It is used again without another introduction: at once and with more patience
+        or, if it already had the most, after its pause.
         """
         source = self._source(name)
         source.proven = True
         source.introducing = False
+        if source.patience < self._most_patience and name is not FILES:
+            source.patience = min(2 * source.patience, self._most_patience)
+            source.silences = 0
+            source.heard_at = self._clock()
 
     def inconclusive(self, name: str) -> None:
         """Note that an introduction failed early, which proves nothing."""

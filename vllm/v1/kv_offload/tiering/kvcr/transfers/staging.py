@@ -86,7 +86,6 @@ class _Fetch:
 @dataclass(slots=True)
 class _Lane:
     source: str
-    timeout_s: float
     moved_at: float
     """When a block last arrived or, for files, when one was last written."""
     waiting: deque[_Pull] = field(default_factory=deque)
@@ -281,11 +280,7 @@ class Staging:
     def _lane(self, source: str) -> _Lane:
         lane = self._lanes.get(source)
         if lane is None:
-            limits = self._limits
-            files = source is FILES
-            timeout_s = limits.file_timeout_s if files else limits.pull_timeout_s
-            lane = _Lane(source, timeout_s, self._clock())
-            self._lanes[source] = lane
+            lane = self._lanes[source] = _Lane(source, self._clock())
         return lane
 
     def _room(self, lane: _Lane) -> int:
@@ -380,12 +375,13 @@ class Staging:
             if fetch.given_up:
                 continue
             lane, pull = fetch.lane, fetch.pull
-            if pull is None:
-                since, timeout_s = fetch.started_at, self._introduction_s(lane)
-                if lane.source is FILES:
-                    since = max(since, lane.moved_at)
+            timeout_s = self._timeout_s(lane, introduction=pull is None)
+            if pull is not None:
+                since = lane.last_moved(pull)
+            elif lane.source is FILES:
+                since = max(fetch.started_at, lane.moved_at)
             else:
-                since, timeout_s = lane.last_moved(pull), lane.timeout_s
+                since = fetch.started_at
             if now - since < timeout_s:
                 continue
             fetch.given_up = True
@@ -399,30 +395,33 @@ class Staging:
                 yield Missed(pull.job, lane.source, list(fetch.pending), Lost.TIMED_OUT)
         for lane in self._lanes.values():
             for pull in list(lane.waiting):
-                if now - lane.last_moved(pull) >= lane.timeout_s:
+                if now - lane.last_moved(pull) >= self._timeout_s(lane):
                     lane.waiting.remove(pull)
                     keys = [key for key, _ in pull.items[pull.cursor :]]
                     yield Missed(pull.job, lane.source, keys, Lost.TIMED_OUT)
 
-    def _introduction_s(self, lane: _Lane) -> float:
+    def _timeout_s(self, lane: _Lane, *, introduction: bool = False) -> float:
+        """How long a source may let a pull, or its introduction, wait for a block."""
+        limits = self._limits
         if lane.source is FILES:
-            return lane.timeout_s
-        return self._limits.introduction_timeout_s
+            return limits.file_timeout_s
+        if introduction:
+            return limits.introduction_timeout_s
+        return limits.pull_timeout_s * self._liveness.patience(lane.source)
 
     def _judge(self, fetch: _Fetch, landed: bool, failed: bool) -> None:
         """Note what a fetch's results say about its source."""
         source = fetch.lane.source
+        waited = self._clock() - fetch.started_at
         if landed and fetch.given_up:
             self._liveness.heard_late(source)
         elif landed:
-            self._liveness.heard(source)
+            self._liveness.heard(source, waited / self._limits.pull_timeout_s)
             if source is FILES:
                 self._health.recover(Reason.DISK_STALLED)
         elif failed and not fetch.given_up:
             introduction = fetch.pull is None
-            lane = fetch.lane
-            timeout_s = self._introduction_s(lane) if introduction else lane.timeout_s
-            waited = self._clock() - fetch.started_at
+            timeout_s = self._timeout_s(fetch.lane, introduction=introduction)
             if source is not FILES and waited >= SILENT_SHARE * timeout_s:
                 self._silent(source, fetch.started_at)
             elif introduction:
