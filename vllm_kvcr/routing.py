@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The least that a router does: learn from KV events who holds what, and say so.
+"""What a router needs: an index of an engine's blocks by prompt, and the hint.
 
 Needs neither vLLM nor KVCR. Not thread-safe.
 """
@@ -21,10 +21,10 @@ class Residency(NamedTuple):
 
     @property
     def is_pullable(self) -> bool:
-        """Whether peers can be given what is there.
+        """Whether peers can pull what is there.
 
-        They can from vLLM's primary tier, and from KVCR's pool and files; not from a
-        GPU, nor from other secondary tiers.
+        They can pull from vLLM's primary tier and from KVCR's pool and files, but not
+        from a GPU or from another secondary tier.
         """
         if self.ownership is None:
             return self.medium == "CPU"
@@ -32,16 +32,16 @@ class Residency(NamedTuple):
 
 
 class KvIndex:
-    """Which prefixes an engine holds, as its KV events tell.
+    """Which prefixes an engine holds, according to its KV events.
 
-    The engine needs ``self_describing_kv_events``: only then do the events of blocks
-    outside its GPU carry their tokens. Blocks of LoRA adapters are left out. As large
-    as what the engine holds.
+    The engine needs ``self_describing_kv_events``: only then do events for blocks
+    outside its GPU carry tokens. Blocks of LoRA adapters are left out. The index grows
+    with what the engine holds.
     """
 
     def __init__(self) -> None:
         self.block_tokens = 0
-        # By the hash of the block before, and the block's tokens.
+        # Keys: the hash of the block before, and the block's tokens.
         self._next: dict[tuple[BlockHash | None, tuple[int, ...]], BlockHash] = {}
         self._names: dict[BlockHash, tuple[BlockHash | None, tuple[int, ...]]] = {}
         self._places: dict[BlockHash, set[Residency]] = {}
@@ -67,10 +67,10 @@ class KvIndex:
             known.clear()
 
     def apply(self, event: dict[str, Any]) -> None:
-        """Take in an event as ``kv_events.decode`` gives it."""
+        """Apply an event, as returned by ``kv_events.decode``."""
         if event["type"] == "AllBlocksCleared":
-            # It is said when the GPU's cache is reset. The others may have been too,
-            # and what they keep may be of weights that were replaced.
+            # Sent when the GPU's cache is reset. The others may have been reset too,
+            # and what they keep may belong to weights that were replaced.
             self.forget()
             return
         place = Residency(event.get("medium"), event.get("ownership"))
@@ -120,9 +120,9 @@ def _is_plain(event: dict[str, Any]) -> bool:
 
 
 def fetch_hint(control_endpoint: str, hashes: Sequence[BlockHash]) -> dict[str, Any]:
-    """What tells a request that a peer has these blocks.
+    """Make the hint that tells a request that a peer has these blocks.
 
-    Over HTTP it goes into the request as ``kv_transfer_params["kv_hint"]``.
+    Over HTTP it is sent as ``kv_transfer_params["kv_hint"]``.
     """
     return {
         "protocol_version": "0.1",

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from scripts import matrix, matrix_env
-from scripts.matrix_env import KVCRS, ROOT, TIER_FOLDER, VLLMS, Environments
+from scripts.matrix_env import ROOT, TIER_FOLDER, Environments
 from scripts.matrix_report import Outcome, read_junit, table, write_document
+from scripts.versions import KVCRS, VLLMS
 
 JUNIT = """<testsuites><testsuite>
 <properties><property name="capabilities" value='{"a": true, "b": false}'/></properties>

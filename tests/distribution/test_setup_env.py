@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import quiet_run, setup_env
+from scripts import pip, quiet_run, setup_env
 from tests.distribution.clean_env import REPOSITORY
 
 NO_CPU_TORCH = (
@@ -60,7 +60,8 @@ class Commands:
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
     commands = Commands()
-    monkeypatch.setattr(setup_env, "run_quietly", commands)
+    for module in (setup_env, pip):
+        monkeypatch.setattr(module, "run_quietly", commands)
     # None of these would load in a test's empty environment, whichever it is.
     monkeypatch.setattr(setup_env, "TORCH_COMPANIONS", ())
     return commands
@@ -172,7 +173,7 @@ def test_pytorchs_own_index_is_asked_only_when_torch_is_not_found(
 
     assert commands.seen == ["venv", "install", "install", "-c"]
     assert commands.lines[2].endswith(
-        f"--extra-index-url {setup_env.PYTORCH_CPU_WHEELS}"
+        f"--extra-index-url {pip.PYTORCH_CPU_WHEELS}"
     )
 
 

@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.tiering.kvcr import values
 _LEAST_FILE_TIMEOUT_MS = 60_000
 # How long a request waits for a load before it recomputes.
 _LOAD_TIMEOUT_MS = 1000
-# Pull timeouts that a slow peer is given at most: what its death costs the requests that
+# Pull timeouts that a slow peer is given at most: what its death costs requests that
 # wait for it then.
 _MOST_PATIENCE = 4.0
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How blocks were lost: counted by reason, and logged now and then."""
+"""Why blocks were lost: counted by reason, and logged at most once a minute."""
 
 import time
 from collections import Counter
@@ -14,9 +14,9 @@ _LOG_INTERVAL_S = 60.0
 
 
 class Lost(Enum):
-    """How a block was not reused, with what an operator can do about it.
+    """Why a block was not reused, and what an operator can do about it.
 
-    The first entry of each pair is the metric's label ``reason``.
+    The first entry of each pair is the value of the metric's label ``reason``.
     """
 
     NOT_RESIDENT = ("not_resident", "")
@@ -27,30 +27,32 @@ class Lost(Enum):
     )
     PEER_DOWN = (
         "peer_down",
-        "a hinted peer did not answer lately and is left alone for a while; check "
-        "that it runs and that its control port can be reached from here",
+        "a hinted peer did not answer and is left alone for a while; check that it "
+        "runs and that its control port can be reached from here",
     )
     INTRODUCING = (
         "introducing",
-        "a hinted peer was contacted for the first time; requests are served from it "
-        "once it has answered",
+        "a hinted peer is being contacted for the first time; it serves requests once "
+        "it has answered",
     )
     DISK_STALLED = (
         "disk_stalled",
-        "the g3 files did not answer lately and are left alone for a while; check "
-        "their disk",
+        "the g3 files did not answer and are left alone for a while; check the disk "
+        "that they are on",
     )
     INCOMPATIBLE_PEER = (
         "incompatible_peer",
-        "a hinted peer runs other releases of kvcr or nixl; both engines need the same",
+        "a hinted peer runs different releases of kvcr or nixl; all engines need the "
+        "same ones",
     )
     LANDING_FULL = (
         "landing_full",
-        "peers that died still own KVCR's memory; restart this engine",
+        "unfinished writes of dead peers occupy all slots for peers' blocks; restart "
+        "this engine to free them",
     )
     BACKING_OFF = (
         "backing_off",
-        "a block that could not be loaded is not tried again for a while",
+        "a block that could not be loaded is not requested again for a while",
     )
     GONE = ("gone", "")
     UNAWAITED = ("unawaited", "")
@@ -66,25 +68,26 @@ class Lost(Enum):
     )
     CORRUPT = (
         "corrupt",
-        "blocks did not hold what was stored and were recomputed; check the g3 files' "
-        "disk and that no other process writes to them",
+        "blocks did not contain what was stored and were recomputed; check the disk of "
+        "the g3 files and that no other process writes to them",
     )
     UNVERIFIED = (
         "unverified",
-        "blocks of a peer went to a g3 file before their checksum was known, so that "
-        "nobody could tell whether they are right, and were recomputed",
+        "blocks from a peer were written to a g3 file before their checksum was known, "
+        "so they could not be verified and were recomputed",
     )
     DISK_FAILED = ("disk_failed", "")
     STORE_FAILED = (
         "store_failed",
-        "blocks could not be stored in operation_timeout_ms or found no room; raise "
-        "secondary_g2_slots, the service's pool, or the g3 files' speed or size",
+        "blocks could not be stored within operation_timeout_ms, or there was no room; "
+        "raise secondary_g2_slots or the service's pool, or use faster or larger g3 "
+        "files",
     )
     DROPPED = ("dropped", "the placement policy declined blocks")
     NOT_PINNED = (
         "not_pinned",
         "peers asked for blocks that this engine no longer has in host memory; the "
-        "router's view is behind, or cpu_bytes_to_use is small for this load",
+        "router's view is out of date, or cpu_bytes_to_use is too small for this load",
     )
     FOREIGN = (
         "foreign",
@@ -92,11 +95,14 @@ class Lost(Enum):
         "layout or hash seed, or set the option namespace differently",
     )
     PIN_FAILED = ("pin_failed", "blocks could not be pinned for a peer")
-    BACKEND_FAILED = ("backend_failed", "KVCR is gone; see the error logged then")
+    BACKEND_FAILED = (
+        "backend_failed",
+        "KVCR has stopped; see the error in the log",
+    )
     QUARANTINED = (
         "quarantined",
-        "a peer may still write into a load's slots, so they are held back; "
-        "remote_landing=pool avoids it",
+        "a peer may still write into a load's slots, so these slots are not reused "
+        "yet; remote_landing=pool avoids this",
     )
     ABORTED = ("aborted", "")
 
@@ -106,9 +112,9 @@ class Lost(Enum):
 
 
 class Losses:
-    """Counts what was lost and says so now and then.
+    """Counts lost blocks and ignored hints, and logs them.
 
-    ``add`` is for the hot path: it only counts. ``log`` runs once a step.
+    ``add`` is for the hot path and only counts. ``log`` runs once a step.
     """
 
     def __init__(self) -> None:
@@ -125,7 +131,7 @@ class Losses:
             self._unlogged[reason.label] = (total, text)
 
     def add_misses(self, lookups: int, hinted: int) -> None:
-        """Count lookups that missed, ``hinted`` of them of hinted requests."""
+        """Count lookups that missed; ``hinted`` of them were of hinted requests."""
         if hinted:
             self._counts[Lost.NOT_HINTED] += hinted
         if lookups > hinted:
@@ -136,7 +142,7 @@ class Losses:
         self._hints[reason] += 1
         label = f"hint {reason}"
         total = self._unlogged.get(label, (0, ""))[0] + 1
-        self._unlogged[label] = (total, f"served without it: {detail}")
+        self._unlogged[label] = (total, f"the request runs without its hint: {detail}")
 
     def log(self) -> None:
         """Log each reason's losses, each at most once a minute."""

@@ -111,8 +111,8 @@ def _histogram(documentation: str, *labels: str) -> OffloadingHistogramMetadata:
 def definitions() -> dict[str, OffloadingMetricMetadata]:
     """Every metric of the tier; the same for each tier of an engine.
 
-    Of counters and histograms, an engine's tiers add up. Of gauges, vLLM keeps the
-    last, so theirs carry the label ``tier``.
+    vLLM adds up the counters and histograms of an engine's tiers. Of gauges it keeps
+    the last tier's, so these carry the label ``tier``.
     """
     return {
         PREFIX + DURATION_METRIC: _histogram(
@@ -145,7 +145,7 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         ),
         LOAD_DURATION: _histogram(
             "Seconds from vLLM's request for a load until blocks of it are in vLLM's "
-            "primary tier, by where they were.",
+            "primary tier, by where they came from.",
             "place",
         ),
         LOST_BLOCKS: _counter("Blocks that could not be reused, by reason.", "reason"),
@@ -153,8 +153,7 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
             "Routing hints that could not be used, by reason.", "reason"
         ),
         TIER_STATE: _gauge(
-            "1 for the kvcr tier's present state and its reason, 0 for those it was in "
-            "before.",
+            "1 for the kvcr tier's current state and its reason, 0 for earlier ones.",
             "tier",
             "state",
             "reason",
@@ -163,21 +162,21 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
             "Size of KVCR's pool (dram) and of its files (disk).", "tier", "place"
         ),
         USED: _gauge(
-            "What holds blocks of KVCR's pool (dram) and of its files (disk).",
+            "Bytes of KVCR's pool (dram) and of its files (disk) that hold blocks.",
             "tier",
             "place",
         ),
         QUARANTINED_SLOTS: _gauge(
-            "Slots that a peer may still write to and that are therefore held back, of "
-            "KVCR's pool and of vLLM's primary tier.",
+            "Slots of KVCR's pool and of vLLM's primary tier that are not reused yet, "
+            "because a peer may still write to them.",
             "tier",
             "memory",
         ),
         PINS: _gauge("Pins of blocks that peers are pulling from here.", "tier"),
         OLDEST_PIN_AGE: _gauge("Age of the oldest of these pins.", "tier"),
         PEERS: _gauge(
-            "Peers that blocks were to be pulled from: usable, cooling (left alone "
-            "after a silence) or unknown (not introduced yet).",
+            "Peers that this engine was hinted at, by standing: usable, cooling (left "
+            "alone after a silence) or unknown (not introduced yet).",
             "tier",
             "standing",
         ),
