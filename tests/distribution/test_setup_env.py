@@ -172,9 +172,7 @@ def test_pytorchs_own_index_is_asked_only_when_torch_is_not_found(
     environment.make_ready()
 
     assert commands.seen == ["venv", "install", "install", "-c"]
-    assert commands.lines[2].endswith(
-        f"--extra-index-url {pip.PYTORCH_CPU_WHEELS}"
-    )
+    assert commands.lines[2].endswith(f"--extra-index-url {pip.PYTORCH_CPU_WHEELS}")
 
 
 def test_another_failure_is_not_tried_again(environment, commands):

@@ -74,7 +74,7 @@ def counts(rig: Rig) -> dict[str, dict[tuple[str, ...], Any]]:
 
 def settle(rig: StandinRig, status: Any = SUCCESS) -> None:
     """Have KVCR answer whatever it is asked, until nothing is under way."""
-    while rig.tier._transfers.outstanding:
+    while rig.tier._results.outstanding:
         rig.kvcr.complete_all(status)
         rig.poll()
 

@@ -37,6 +37,7 @@ from vllm.v1.kv_offload.tiering.kvcr.transfers.backoff import Backoff
 from vllm.v1.kv_offload.tiering.kvcr.transfers.checksums import BlockSums
 from vllm.v1.kv_offload.tiering.kvcr.transfers.recency import Recency
 from vllm.v1.kv_offload.tiering.kvcr.transfers.residency import Residency
+from vllm.v1.kv_offload.tiering.kvcr.transfers.results import Results
 from vllm.v1.kv_offload.tiering.kvcr.transfers.staging import Staging
 from vllm.v1.kv_offload.tiering.kvcr.transfers.transfers import Transfers
 
@@ -179,6 +180,13 @@ class Assembly:
             disk=self.disk,
         )
         sums = None if residency is None else BlockSums(np.asarray(view), residency)
+        self.results = Results(
+            prefix=self.prefix,
+            backoff=self.backoff,
+            losses=self.losses,
+            traffic=self.traffic,
+            block_bytes=primary.row_bytes if telemetry else None,
+        )
         self.transfers = Transfers(
             self.kvcr,
             prefix=self.prefix,
@@ -188,11 +196,10 @@ class Assembly:
             hints=self.hints,
             liveness=liveness,
             quarantine=self.quarantine,
-            backoff=self.backoff,
+            results=self.results,
             losses=self.losses,
             traffic=self.traffic,
             sums=sums,
-            block_bytes=primary.row_bytes if telemetry else None,
         )
         align = getattr(self.kvcr, "align_sequence", None)
         self.recency: Recency | None = None

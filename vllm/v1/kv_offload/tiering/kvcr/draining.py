@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.tiering.kvcr.backend.closing import Closer
 from vllm.v1.kv_offload.tiering.kvcr.peers.pins import Pins
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health
-from vllm.v1.kv_offload.tiering.kvcr.transfers.transfers import Transfers
+from vllm.v1.kv_offload.tiering.kvcr.transfers.results import Results
 
 logger = init_logger(__name__)
 
@@ -20,7 +20,7 @@ _WARNING_INTERVAL_S = 5.0
 def wait_until_unused(
     poll: Callable[[], None],
     *,
-    transfers: Transfers,
+    results: Results,
     pins: Pins,
     health: Health,
     closer: Closer,
@@ -36,11 +36,11 @@ def wait_until_unused(
     started = warned = time.monotonic()
     while True:
         poll()
-        if not transfers.outstanding and not pins.outstanding:
+        if not results.outstanding and not pins.outstanding:
             return True
         now = time.monotonic()
         waited = now - started
-        if not transfers.outstanding and pins.only_refused and waited > patience_s:
+        if not results.outstanding and pins.only_refused and waited > patience_s:
             logger.warning(
                 "kvcr tier: released %d pins although a peer that hung or died may "
                 "still read their blocks; that peer will not use what it gets",
@@ -56,7 +56,7 @@ def wait_until_unused(
             logger.warning(
                 "kvcr tier: still waiting for %d jobs and %d pins after %.0f s "
                 "(state: %s, reason: %s)",
-                transfers.outstanding,
+                results.outstanding,
                 pins.outstanding,
                 waited,
                 health.state.value,

@@ -135,6 +135,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self._hints = parts.hints
         self._hinted = parts.hints.requests
         self._staging = parts.staging
+        self._results = parts.results
         self._transfers = parts.transfers
         self._recency = parts.recency
         self._query: Any = self._kvcr.query
@@ -193,15 +194,15 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         if not self._usable:
-            self._transfers.end_at_once(job_metadata, success=False)
+            self._results.answer(job_metadata, success=False)
         else:
             self._submit(self._transfers.submit_load, job_metadata)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         if not self._usable:
-            self._transfers.end_at_once(job_metadata, success=False)
+            self._results.answer(job_metadata, success=False)
         elif not self._config.has_own_storage:
-            self._transfers.end_at_once(job_metadata, success=True)
+            self._results.answer(job_metadata, success=True)
         else:
             if self._recency is not None:
                 self._recency.stored(len(job_metadata.keys))
@@ -210,15 +211,15 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._poll()
         self._idle_reports.poll()
-        results = self._transfers.take_results()
+        results = self._results.take()
         if self._pins.has_results:
             results = [*results, *self._pins.take_results()]
         return results
 
     def has_pending_work(self) -> bool:
         return bool(
-            self._transfers.outstanding
-            or self._transfers.has_results
+            self._results.outstanding
+            or self._results
             or self._staging.introducing
             or self._pins.pending
             or self._inventory.pending
@@ -333,8 +334,8 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         self, submit: Callable[[TransferJob], None], job_metadata: TransferJob
     ) -> None:
         failed = not self._guarded(submit, job_metadata)
-        if failed and not self._transfers.knows(job_metadata.job_id):
-            self._transfers.end_at_once(job_metadata, success=False)
+        if failed and not self._results.knows(job_metadata.job_id):
+            self._results.answer(job_metadata, success=False)
 
     def _guarded(self, call: Callable[..., None], *arguments: object) -> bool:
         """Make a call that may call KVCR; false, and the tier has failed, if it raises.
@@ -377,7 +378,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
     def _drain(self, give_up_after_s: float | None) -> bool:
         return wait_until_unused(
             self._poll,
-            transfers=self._transfers,
+            results=self._results,
             pins=self._pins,
             health=self._health,
             closer=self._backend.closer,

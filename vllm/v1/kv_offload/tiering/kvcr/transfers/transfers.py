@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Splits vLLM's jobs into KVCR operations, and collects one result for each job.
+"""Splits vLLM's jobs into KVCR operations.
 
 Operations have a bounded size, and a bounded number of blocks is in flight, loads
 before stores. So no job can hold up KVCR's only thread or ask for more than its pool
-holds. A job ends exactly once, with the last of its blocks.
+holds. What becomes of each block goes to ``Results``.
 
 After a failed load vLLM reuses the slots at once, so nothing may write to them later.
 Blocks in KVCR's pool are copied into the slots locally. Blocks from a peer or a file
@@ -20,12 +20,11 @@ repeated or too large are ignored. Runs on the thread that drives the tier.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from kvcr.types import CacheTier, OpEntryResult, OpEntryStatus, QueryStatus
 
-from vllm.v1.kv_offload.base import OffloadKey
-from vllm.v1.kv_offload.tiering.base import JobId, JobResult, TransferJob
+from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.kvcr.backend.protocol import KvcrApi
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import ENTRIES, Entry
@@ -38,7 +37,6 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import (
 from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses, Lost
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import Place, Traffic
-from vllm.v1.kv_offload.tiering.kvcr.transfers.backoff import Backoff
 from vllm.v1.kv_offload.tiering.kvcr.transfers.checksums import BlockSums
 from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import (
     Blocks,
@@ -48,14 +46,13 @@ from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import (
     chunks_of,
     next_part_fits,
 )
+from vllm.v1.kv_offload.tiering.kvcr.transfers.results import Results
 from vllm.v1.kv_offload.tiering.kvcr.transfers.staging import Landed, Outcome, Staging
 
 # Bound to a name here, since accessing an enum's member costs more than comparing it.
 _SUCCESS = OpEntryStatus.SUCCESS
 # Small at first, since nobody knows yet how fast KVCR moves blocks to files.
 _FIRST_FILED_STORES = 8
-_BLAMED = frozenset({Lost.LOAD_FAILED, Lost.CORRUPT, Lost.UNVERIFIED})
-"""Losses that are the block's own fault, unless a peer was to deliver it."""
 
 
 class Transfers:
@@ -66,7 +63,6 @@ class Transfers:
         block_refs: Describes a chunk of the primary tier to KVCR.
         staging: Where blocks from files and peers land first.
         sums: Checksums, if blocks are to be verified.
-        block_bytes: Bytes of one block, if results are to carry times and sizes.
     """
 
     def __init__(
@@ -80,11 +76,10 @@ class Transfers:
         hints: Hints,
         liveness: Liveness,
         quarantine: Quarantine,
-        backoff: Backoff,
+        results: Results,
         losses: Losses,
         traffic: Traffic,
         sums: BlockSums | None = None,
-        block_bytes: int | None = None,
     ) -> None:
         self._kvcr = kvcr
         self._prefix = prefix
@@ -95,14 +90,12 @@ class Transfers:
         self._hints = hints
         self._liveness = liveness
         self._quarantine = quarantine
-        self._backoff = backoff
+        self._results = results
         self._losses = losses
         self._traffic = traffic
         self._sums = sums
-        self._block_bytes = block_bytes
         self._has_files = limits.file_window > 0
         self._stages_peers = limits.stages_peers
-        self._jobs: dict[JobId, Job] = {}
         self._operations: dict[int, Operation] = {}
         self._uncertain: dict[int, Operation] = {}
         """Operations that are over, although a peer may still write for them."""
@@ -117,20 +110,10 @@ class Transfers:
         if self._has_files:
             self._store_window = min(limits.store_window, _FIRST_FILED_STORES)
         self._store_timed_out_at = -math.inf
-        self._results: deque[JobResult] = deque()
         self.corrupt = 0
         """Blocks that were found damaged; the owner reads and resets it."""
 
     # --- vLLM's side -----------------------------------------------------------------
-
-    @property
-    def outstanding(self) -> int:
-        """Jobs without a result."""
-        return len(self._jobs)
-
-    @property
-    def has_results(self) -> bool:
-        return bool(self._results)
 
     def stores_time_out(self) -> bool:
         """Whether a store is past its deadline, or was a short while ago."""
@@ -145,30 +128,6 @@ class Transfers:
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._submit(job_metadata, self._stores, is_load=False)
-
-    def end_at_once(self, job_metadata: TransferJob, *, success: bool) -> None:
-        """Answer a job without asking KVCR."""
-        failed_load = job_metadata.is_promotion and not success
-        self._results.append(
-            shims.job_result(
-                job_metadata.job_id,
-                success,
-                successful_keys=set() if failed_load else None,
-                transfer_bytes=0,
-            )
-        )
-
-    def knows(self, job_id: JobId) -> bool:
-        """Whether a job has, or will get, its one result."""
-        return job_id in self._jobs or any(
-            result.job_id == job_id for result in self._results
-        )
-
-    def take_results(self) -> Sequence[JobResult]:
-        if not self._results:
-            return ()
-        # One at a time, because the closing thread may add to them.
-        return [self._results.popleft() for _ in range(len(self._results))]
 
     # --- KVCR's side -----------------------------------------------------------------
 
@@ -233,16 +192,16 @@ class Transfers:
         self._staging.clear()
         open_operations = (*self._operations.values(), *self._uncertain.values())
         writing = {operation.job.job_id for operation in open_operations}
-        for job in list(self._jobs.values()):
+        for job in self._results.jobs:
             if not (job.is_load and (job.exposed or job.job_id in writing)):
-                self._end_failed(job)
+                self._results.fail(job)
 
     def native_stopped(self) -> None:
         """End the jobs that ``abandon`` left: native code has let go of all buffers."""
         self._operations.clear()
         self._uncertain.clear()
-        for job in list(self._jobs.values()):
-            self._end_failed(job)
+        for job in self._results.jobs:
+            self._results.fail(job)
 
     def close(self) -> None:
         """Stop comparing checksums."""
@@ -264,13 +223,12 @@ class Transfers:
             time.monotonic(),
             len(keys),
         )
-        self._jobs[job.job_id] = job
-        self._traffic.request(is_load, len(keys))
+        self._results.open(job)
         if not keys:
-            self._finish(job)
+            self._results.finish(job)
         elif not len(keys) == len(job.chunks) == len(set(keys)):
             # If a key came twice, one of its slots would stay unwritten.
-            self._end_failed(job)
+            self._results.fail(job)
         else:
             if self._sums is not None:
                 blocks = (self._prefix + key for key in keys)
@@ -323,7 +281,7 @@ class Transfers:
         lost = len(skipped & self._staging.unawaited)
         if lost:
             self._losses.add(Lost.UNAWAITED, lost)
-        self._settle(job, len(skipped))
+        self._results.settle(job, len(skipped))
         return {key: ref for key, ref in blocks.items() if key not in skipped}
 
     def _start_sorted_load(self, job: Job, blocks: Blocks) -> None:
@@ -355,7 +313,8 @@ class Transfers:
         if local:
             self._deliver(Operation(job, local, now), job.request_id)
         if gone:
-            self._missed(job, gone, Lost.GONE, None)
+            self._results.lost(job, gone, Lost.GONE, None)
+            self._results.settle(job, len(gone))
         if filed or remote:
             self._apply(self._staging.pump())
 
@@ -374,7 +333,8 @@ class Transfers:
                 # Without the request's id KVCR sees no hint, so it asks no peer.
                 self._deliver(operation, None)
             else:
-                self._missed(job, outcome.keys, outcome.reason, outcome.source)
+                self._results.lost(job, outcome.keys, outcome.reason, outcome.source)
+                self._results.settle(job, len(outcome.keys))
 
     # --- operations ------------------------------------------------------------------
 
@@ -409,7 +369,7 @@ class Transfers:
                 and waited >= SILENT_SHARE * self._limits.operation_timeout_s
             ):
                 self._liveness.silent(source, operation.started_at)
-        self._lost(job, failed, Lost.LOAD_FAILED, source)
+        self._results.lost(job, failed, Lost.LOAD_FAILED, source)
 
     def _close_quiesced(self) -> None:
         for handle, operation in list(self._uncertain.items()):
@@ -447,7 +407,7 @@ class Transfers:
         if operation.unchecked:
             operation.unchecked = False
         else:
-            self._settle(operation.job, len(operation.blocks))
+            self._results.settle(operation.job, len(operation.blocks))
 
     def _checked(
         self, operation: Operation, corrupt: list[bytes], unverified: list[bytes]
@@ -458,9 +418,9 @@ class Transfers:
             return
         if corrupt:
             self.corrupt += len(corrupt)
-            self._lost(job, corrupt, Lost.CORRUPT, None)
+            self._results.lost(job, corrupt, Lost.CORRUPT, None)
         if unverified:
-            self._lost(job, unverified, Lost.UNVERIFIED, None)
+            self._results.lost(job, unverified, Lost.UNVERIFIED, None)
         self._close_checked(operation)
 
     def _close_checked(self, operation: Operation) -> None:
@@ -471,77 +431,7 @@ class Transfers:
                 arrived -= len(job.failed.intersection(operation.blocks))
             seconds = time.monotonic() - job.started_at
             self._traffic.loaded(_place_of(operation.source), arrived, seconds)
-        self._settle(job, blocks)
-
-    # --- results ---------------------------------------------------------------------
-
-    def _missed(
-        self, job: Job, keys: list[bytes], reason: Lost, source: str | None
-    ) -> None:
-        """Note blocks of a load that will not arrive."""
-        self._lost(job, keys, reason, source)
-        self._settle(job, len(keys))
-
-    def _lost(
-        self, job: Job, keys: list[bytes], reason: Lost, source: str | None
-    ) -> None:
-        """Note blocks that failed, for this request or, if it is their fault, for all.
-
-        It is not a block's fault if it was evicted, or if its source does not answer.
-        """
-        job.failed.update(keys)
-        self._losses.add(reason, len(keys))
-        everyone = reason in _BLAMED and source in (None, FILES)
-        skip = len(self._prefix)
-        self._backoff.failed(
-            [OffloadKey(key[skip:]) for key in keys], job.request_id, everyone=everyone
-        )
-
-    def _settle(self, job: Job, blocks: int) -> None:
-        job.unsettled -= blocks
-        if job.unsettled <= 0:
-            self._finish(job)
-
-    def _finish(self, job: Job) -> None:
-        if self._jobs.pop(job.job_id, None) is None:
-            return
-        failed = job.failed
-        arrived: set[OffloadKey] | None = None
-        if failed and job.is_load:
-            arrived = {key for key in job.keys if self._prefix + key not in failed}
-        if job.dropped:
-            self._losses.add(Lost.DROPPED, job.dropped)
-        # Not for stores: KVCR keeps the copy that it has, even a damaged one.
-        if job.is_load and self._backoff.active:
-            self._backoff.forget(job.keys if arrived is None else arrived)
-        seconds: float | None = None
-        moved: int | None = None
-        blocks = len(job.keys) - len(failed) - job.dropped - job.skipped
-        if not job.is_load:
-            self._traffic.kept(blocks)
-        if self._block_bytes is not None:
-            seconds = time.monotonic() - job.started_at
-            moved = blocks * self._block_bytes
-        self._results.append(
-            shims.job_result(
-                job.job_id,
-                not failed,
-                successful_keys=arrived,
-                transfer_time=seconds,
-                transfer_bytes=moved,
-            )
-        )
-
-    def _end_failed(self, job: Job) -> None:
-        """End a job as failed, even if some of its blocks are still in progress."""
-        if self._jobs.pop(job.job_id, None) is None:
-            return
-        self._losses.add(Lost.BACKEND_FAILED, len(job.keys))
-        self._results.append(
-            shims.job_result(
-                job.job_id, False, successful_keys=set() if job.is_load else None
-            )
-        )
+        self._results.settle(job, blocks)
 
 
 def _place_of(source: str | None) -> Place:

@@ -94,6 +94,7 @@ class Probe:
         tier = self._tier
         parts = {
             "transfers": tier._transfers,
+            "results": tier._results,
             "pins": tier._pins,
             "hints": tier._hints,
             "backoff": tier._backoff,
