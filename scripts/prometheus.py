@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -111,12 +110,7 @@ class Prometheus:
         self._end()
         raise PrometheusFailed(f"it did not start:\n{self._log.read_text()[-2000:]}")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._http.close()
         self._end()
 

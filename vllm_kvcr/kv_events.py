@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -145,12 +144,7 @@ class Subscription:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._context.destroy(linger=0)
 
     @property

@@ -29,6 +29,7 @@ WORKLOAD = Workload(prompts=2)
 
 PEERS = "vllm:kvcr_tier_peers"
 LOST = "vllm:kvcr_tier_lost_blocks_total"
+LOADS = "vllm:kvcr_tier_load_duration_seconds_sum"
 
 PAUSE_S = 6.0
 """Between the two requests: as long as the first contact took on two busy cores."""
@@ -45,6 +46,8 @@ class Contact:
     """What B's metrics say about A at the end: its standing."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """Blocks that B lost, by reason."""
+    pull_seconds: float = 0.0
+    """What B's loads from A took, in all."""
 
     def was_served(self, number: int) -> bool:
         return self.hinted[number].computed_tokens == self.workload.tail_tokens
@@ -62,7 +65,8 @@ class Contact:
             for answer in self.hinted
         ]
         equal = "equal" if self.outputs_are_equal else "NOT EQUAL"
-        line = f"{'; '.join(parts)}; outputs {equal}"
+        pulled = f"pulled within {self.pull_seconds:.2f} s"
+        line = f"{'; '.join(parts)}; {pulled}; outputs {equal}"
         if not self.was_served(-1):
             line += f"; B lost {dict(self.lost)}, its peers are {dict(self.peers)}"
         return line
@@ -94,6 +98,7 @@ def contact(
             tuple(hinted),
             metrics.by_label(PEERS, "standing"),
             metrics.by_label(LOST, "reason"),
+            metrics.seconds(LOADS, place="peer"),
         )
 
 

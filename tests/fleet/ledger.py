@@ -5,7 +5,6 @@
 import math
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from vllm_kvcr.kv_events import Subscription
@@ -35,13 +34,8 @@ class Ledger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._events.__exit__(kind, error, trace)
+    def __exit__(self, *raised: object) -> None:
+        self._events.__exit__(*raised)
 
     @property
     def slowest(self) -> float:

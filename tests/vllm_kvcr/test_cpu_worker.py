@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.v1.kv_offload.tiering.kvcr.vllm_engine import ONE_RANK
 from vllm.utils.math_utils import cdiv, round_up
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
@@ -320,16 +321,7 @@ def offloading_config(
         "model": OffloadingModelConfig("model", "float32"),
         "cache": OffloadingCacheConfig(32, layout.blocks_per_chunk),
         "parallel": OffloadingParallelConfig(
-            rank=rank,
-            world_size=2,
-            tp_size=2,
-            pp_size=1,
-            pcp_size=1,
-            dcp_size=1,
-            data_parallel_index=0,
-            data_parallel_size=1,
-            data_parallel_rank_local=None,
-            is_parallelism_agnostic=False,
+            **(ONE_RANK | {"rank": rank, "world_size": 2, "tp_size": 2})  # type: ignore[arg-type]
         ),
     }
     return OffloadingConfig(**(values | overrides))  # type: ignore[arg-type]

@@ -29,21 +29,23 @@ UNDECIDED = (LookupResult.HIT_PENDING, LookupResult.RETRY)
 END_OF_STEP = ScheduleEndContext([], [])
 
 
+ONE_RANK: dict[str, object] = {
+    "rank": 0,
+    "world_size": 1,
+    "tp_size": 1,
+    "pp_size": 1,
+    "pcp_size": 1,
+    "dcp_size": 1,
+    "data_parallel_index": 0,
+    "data_parallel_size": 1,
+    "data_parallel_rank_local": None,
+    "is_parallelism_agnostic": False,
+}
+
+
 def offloading_config(
     tiers: Sequence[dict[str, Any]], chunks: int, events: bool
 ) -> Any:
-    parallel = {
-        "rank": 0,
-        "world_size": 1,
-        "tp_size": 1,
-        "pp_size": 1,
-        "pcp_size": 1,
-        "dcp_size": 1,
-        "data_parallel_index": 0,
-        "data_parallel_size": 1,
-        "data_parallel_rank_local": None,
-        "is_parallelism_agnostic": False,
-    }
     return _with_known_fields(
         OffloadingConfig,
         groups=(OffloadingGroupConfig(16, ("layer",), 0),),
@@ -57,7 +59,7 @@ def offloading_config(
         engine_id=f"test-{uuid.uuid4()}",
         model=OffloadingModelConfig(name="org/model", dtype="bfloat16"),
         cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
-        parallel=_with_known_fields(OffloadingParallelConfig, **parallel),
+        parallel=_with_known_fields(OffloadingParallelConfig, **ONE_RANK),
     )
 
 

@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.tiering.kvcr import values
 _LEAST_FILE_TIMEOUT_MS = 60_000
 # How long a request waits for a load before it recomputes.
 _LOAD_TIMEOUT_MS = 1000
-# Pull timeouts that a slow peer is given at most: what its death costs requests that
+# Pull timeouts that a new or slow peer is given: what its death costs requests that
 # wait for it then.
 _MOST_PATIENCE = 4.0
 
@@ -237,7 +237,7 @@ class TierConfig(_Options):
     pull_timeout_ms: values.Count | None = None
     """How long a request waits for a block from a peer before it goes on without it.
     Default: the same as ``operation_timeout_ms``. If both are left out, up to four
-    times as long for a peer that has shown to be slow, until it answers quickly."""
+    times as long for a peer that is new or slow, until it answers quickly."""
 
     introduction_timeout_ms: values.Count = 15_000
     """How long the first contact with a peer may take. Meanwhile, requests that are

@@ -67,12 +67,14 @@ def test_a_peer_that_takes_long_to_answer_is_usable_then(
 def test_a_known_peer_that_pauses_is_used_again_as_soon_as_it_answers(
     peers: Any, managed: Any
 ) -> None:
-    peer = peers(rows=24)
-    others = [*OTHERS, *make_keys(8, "later")]
-    peer.call("hold", KEYS + others)
+    peer = peers(rows=32)
+    quick, later = make_keys(8, "quick"), make_keys(8, "later")
+    peer.call("hold", KEYS + OTHERS + quick + later)
     engine = stranger(managed)
     engine.run("first", KEYS, make_hint(peer.port, KEYS))
     meet(engine)
+    # It answers quickly from then on.
+    assert engine.run("quick", quick, make_hint(peer.port, quick)).hits == 8
     peer.stop()
     assert engine.run("paused", OTHERS, make_hint(peer.port, OTHERS)).hits == 0
     assert engine.probe.lost()["timed_out"] == len(OTHERS)
@@ -80,8 +82,7 @@ def test_a_known_peer_that_pauses_is_used_again_as_soon_as_it_answers(
     usable = engine.probe.usable_peers
     # Well within the pause after a silence.
     engine.run_until(lambda: usable() == 1, FIRST_COOLDOWN_S / 2, "the silence")
-    then = engine.run("then", others[8:], make_hint(peer.port, others[8:]))
-    assert then.hits == 8
+    assert engine.run("then", later, make_hint(peer.port, later)).hits == 8
 
 
 def test_a_port_where_nobody_listens_costs_nobody_a_wait(managed: Any) -> None:

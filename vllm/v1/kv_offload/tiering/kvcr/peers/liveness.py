@@ -10,7 +10,7 @@ If a source stays silent for a whole timeout, it is left alone, twice as long ea
 and then introduced again. So a dead peer, or a disk that hangs, costs one wait instead
 of one wait per request. Files need no first introduction.
 
-A peer that is slow is not silent. If its introduction took long, or a block arrives
+A peer that is slow is not silent. After its introduction, and whenever a block arrives
 after the timeout, it gets more patience: several timeouts, until it answers quickly.
 """
 
@@ -98,7 +98,7 @@ class Liveness:
         return self.standing(name) is Standing.COOLING
 
     def patience(self, name: str) -> float:
-        """How many pull timeouts a peer is given; more than one if it is slow."""
+        """How many pull timeouts a peer is given; one if it is known to be quick."""
         source = self._known(name)
         return 1.0 if source is None else source.patience
 
@@ -122,7 +122,8 @@ class Liveness:
         """
         source = self._source(name)
         if source.introducing:
-            source.patience = max(1.0, min(share, self._most_patience))
+            # The first block is no measure of how long many take.
+            source.patience = self._most_patience
         elif share < QUICK_SHARE:
             source.patience = 1.0
         source.proven = True
