@@ -29,9 +29,9 @@ from vllm.v1.kv_offload.tiering.kvcr import values
 _LEAST_FILE_TIMEOUT_MS = 60_000
 # How long a request waits for a load before it recomputes.
 _LOAD_TIMEOUT_MS = 1000
-# Pull timeouts that a new or slow peer is given: what its death costs requests that
-# wait for it then.
-_MOST_PATIENCE = 4.0
+# Pull timeouts that a peer has that is not known to be quick: what its death costs the
+# requests that wait for it. Must exceed the stalls of a busy host.
+_PATIENCE = 5.0
 
 _PRIMARY = "an option of vLLM's primary tier; put it beside secondary_tiers"
 _ELSEWHERE = {
@@ -236,8 +236,8 @@ class TierConfig(_Options):
 
     pull_timeout_ms: values.Count | None = None
     """How long a request waits for a block from a peer before it goes on without it.
-    Default: the same as ``operation_timeout_ms``. If both are left out, up to four
-    times as long for a peer that is new or slow, until it answers quickly."""
+    Default: the same as ``operation_timeout_ms``. If both are left out, 1000 for a peer
+    that is known to be quick, and 5000 for the others."""
 
     introduction_timeout_ms: values.Count = 15_000
     """How long the first contact with a peer may take. Meanwhile, requests that are
@@ -373,11 +373,11 @@ class TierConfig(_Options):
         return min(timeout, self.operation_timeout)
 
     @property
-    def most_patience(self) -> float:
-        """How many pull timeouts a slow peer is given at most."""
+    def patience(self) -> float:
+        """How many pull timeouts a peer has that is not known to be quick."""
         if self.pull_timeout_ms is not None or self.operation_timeout_ms is not None:
             return 1.0
-        return min(_MOST_PATIENCE, self.operation_timeout / self.pull_timeout)
+        return min(_PATIENCE, self.operation_timeout / self.pull_timeout)
 
     def for_rank(self, local_rank: int | None) -> "TierConfig":
         """Return a copy that has only the files of data-parallel rank ``local_rank``.

@@ -10,8 +10,8 @@ If a source stays silent for a whole timeout, it is left alone, twice as long ea
 and then introduced again. So a dead peer, or a disk that hangs, costs one wait instead
 of one wait per request. Files need no first introduction.
 
-A peer that is slow is not silent. After its introduction, and whenever a block arrives
-after the timeout, it gets more patience: several timeouts, until it answers quickly.
+A peer that is slow is not silent. Until it has answered quickly several times in a row,
+it has more time than one timeout. A busy host can stall for seconds now and then.
 """
 
 import time
@@ -35,8 +35,11 @@ less than 1: KVCR's deadline can be the same as the tier's, and polls come a lit
 before or after it."""
 
 QUICK_SHARE = 0.25
-"""A peer that answers within this share of the timeout needs no more patience. Must be
-well below 1, so that a peer near the limit keeps what it has."""
+"""An answer within this share of the timeout is a quick one. Must be well below 1, so
+that a peer near the limit is not taken for a quick one."""
+QUICK_ANSWERS = 8
+"""So many in a row make a quick peer. Must exceed what a busy host answers between two
+stalls: measured on one, every third pull took more than a second."""
 
 _MAX_SOURCES = 1024
 
@@ -58,22 +61,23 @@ class _Source:
     inconclusive: int = 0
     left_alone_until: float = 0.0
     heard_at: float = 0.0
-    patience: float = 1.0
+    quick_answers: int = 0
+    """In a row."""
 
 
 class Liveness:
     """The known sources, in bounded number. Driven by one thread.
 
     Args:
-        most_patience: How many pull timeouts a slow peer is given at most; at least 1.
+        patience: How many pull timeouts a peer has that is not known to be quick.
     """
 
     def __init__(
         self,
-        most_patience: float = 1.0,
+        patience: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._most_patience = most_patience
+        self._patience = patience
         self._clock = clock
         self._sources: OrderedDict[str, _Source] = OrderedDict()
         self._files = _Source(proven=True)
@@ -98,9 +102,10 @@ class Liveness:
         return self.standing(name) is Standing.COOLING
 
     def patience(self, name: str) -> float:
-        """How many pull timeouts a peer is given; one if it is known to be quick."""
+        """How many pull timeouts a peer has to deliver a block."""
         source = self._known(name)
-        return 1.0 if source is None else source.patience
+        quick = source is not None and source.quick_answers >= QUICK_ANSWERS
+        return 1.0 if quick else self._patience
 
     def begin_introduction(self, name: str) -> bool:
         """Reserve the introduction of a source, if one is due."""
@@ -121,11 +126,8 @@ class Liveness:
             share: How long it took, in pull timeouts.
         """
         source = self._source(name)
-        if source.introducing:
-            # The first block is no measure of how long many take.
-            source.patience = self._most_patience
-        elif share < QUICK_SHARE:
-            source.patience = 1.0
+        quick = share < QUICK_SHARE and not source.introducing
+        source.quick_answers = source.quick_answers + 1 if quick else 0
         source.proven = True
         source.introducing = False
         source.silences = source.inconclusive = 0
@@ -135,16 +137,18 @@ class Liveness:
     def heard_late(self, name: str) -> None:
         """Note that a block arrived too late: the source is alive, but slow.
 
-        It is used again without another introduction: at once and with more patience
-        or, if it already had the most, after its pause.
+        It is used again without another introduction. If it was taken for a quick
+        one, it has more time from now on and is used at once, otherwise after its
+        pause.
         """
         source = self._source(name)
         source.proven = True
         source.introducing = False
-        if source.patience < self._most_patience and name is not FILES:
-            source.patience = min(2 * source.patience, self._most_patience)
+        was_quick = source.quick_answers >= QUICK_ANSWERS
+        if was_quick and self._patience > 1.0 and name is not FILES:
             source.silences = 0
             source.heard_at = self._clock()
+        source.quick_answers = 0
 
     def inconclusive(self, name: str) -> None:
         """Note that an introduction failed early, which proves nothing."""

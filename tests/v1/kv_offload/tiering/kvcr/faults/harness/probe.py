@@ -38,9 +38,6 @@ class Probe:
         """Whether a source is being introduced."""
         return bool(self._tier._staging.introducing)
 
-    def usable_peers(self) -> int:
-        return self._tier._staging._liveness.count()["usable"]
-
     def set_pull_timeout(self, seconds: float) -> None:
         """Change how long pulls wait that begin from now on."""
         staging = self._tier._staging
