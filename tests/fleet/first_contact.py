@@ -78,11 +78,16 @@ def contact(
     *,
     workload: Workload = WORKLOAD,
     tier: dict[str, object] | None = None,
+    spinning: int = 0,
 ) -> Contact:
-    """Start both servers and send both prompts, ``pause`` seconds apart."""
+    """Start both servers and send both prompts, ``pause`` seconds apart.
+
+    Args:
+        spinning: Processes that keep cores busy once the servers are ready.
+    """
     environment = peers_vllm.environment()
     servers = two_servers(folder, lambda doing: None, workload, tier, environment)
-    with servers as (a, b, events):
+    with servers as (a, b, events), busy(spinning):
         prompts = make_prompts(workload)
         cold = [a.complete(prompt, workload.output_tokens) for prompt in prompts]
         hinted = []
@@ -138,20 +143,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     served = [0, 0]
     unequal = failed = 0
-    with busy(options.busy):
-        for number in range(1, options.starts + 1):
-            started = time.monotonic()
-            with tempfile.TemporaryDirectory(prefix="vllm-kvcr-fleet-") as folder:
-                try:
-                    made = contact(Path(folder), options.pause, tier=options.tier)
-                except ServerFailed as failure:
-                    failed += 1
-                    print(f"start {number}: {failure}", flush=True)
-                    continue
-            served = [n + made.was_served(i) for i, n in enumerate(served)]
-            unequal += not made.outputs_are_equal
-            seconds = time.monotonic() - started
-            print(f"start {number} ({seconds:.0f} s): {made.line}", flush=True)
+    for number in range(1, options.starts + 1):
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="vllm-kvcr-fleet-") as folder:
+            try:
+                made = contact(
+                    Path(folder),
+                    options.pause,
+                    tier=options.tier,
+                    spinning=options.busy,
+                )
+            except ServerFailed as failure:
+                failed += 1
+                print(f"start {number}: {failure}", flush=True)
+                continue
+        served = [n + made.was_served(i) for i, n in enumerate(served)]
+        unequal += not made.outputs_are_equal
+        seconds = time.monotonic() - started
+        print(f"start {number} ({seconds:.0f} s): {made.line}", flush=True)
     print(
         f"Served from A: the first prompt at {served[0]} of {options.starts} starts, "
         f"the second at {served[1]}. Outputs differed at {unequal}, servers failed at "
