@@ -271,3 +271,56 @@ def test_closing_is_quick_whatever_waits(rig: Rig) -> None:
     started = time.monotonic()
     rig.connections.close()
     assert time.monotonic() - started < 2
+
+
+# --- peers that die --------------------------------------------------------------
+
+
+def flushed(rig: Rig, endpoint: str) -> bool:
+    rig.connections.flush()
+    return rig.connections.is_lost(endpoint)
+
+
+def test_a_connection_that_the_peer_has_closed_is_lost_until_it_is_back(
+    rig: Rig,
+) -> None:
+    port = free_port()
+    endpoint = f"tcp://{LOCALHOST}:{port}"
+    listener = rig.listen(port)
+    rig.connections.send(endpoint, b"pull", pulls=True)
+    rig.received(listener)
+    assert not flushed(rig, endpoint)
+    listener.close()
+    wait_until(lambda: flushed(rig, endpoint), "the loss")
+    rig.listen(port)
+    wait_until(lambda: not flushed(rig, endpoint), "its return")
+
+
+@pytest.mark.parametrize("pulls", [True, False])
+def test_who_was_never_reached_or_asked_for_blocks_is_not_lost(
+    rig: Rig, pulls: bool
+) -> None:
+    port = free_port()
+    endpoint = f"tcp://{LOCALHOST}:{port}"
+    if not pulls:
+        listener = rig.listen(port)
+        rig.connections.send(endpoint, b"introduction")
+        rig.received(listener)
+        listener.close()
+    else:
+        rig.connections.send(endpoint, b"pull", pulls=True)
+    ends_at = time.monotonic() + 4 * module._LOST_S
+    while time.monotonic() < ends_at:
+        assert not flushed(rig, endpoint)
+
+
+def test_a_dropped_connection_is_not_lost(rig: Rig) -> None:
+    port = free_port()
+    endpoint = f"tcp://{LOCALHOST}:{port}"
+    listener = rig.listen(port)
+    rig.connections.send(endpoint, b"pull", pulls=True)
+    rig.received(listener)
+    listener.close()
+    wait_until(lambda: flushed(rig, endpoint), "the loss")
+    rig.connections.drop(endpoint)
+    assert not rig.connections.is_lost(endpoint)

@@ -80,11 +80,11 @@ def test_pulls_that_were_on_their_way_count_once() -> None:
 
 
 def quick_peer(clock: Clock) -> Liveness:
-    sources = Liveness(5.0, clock)
+    sources = Liveness(10.0, clock)
     sources.begin_introduction(PEER)
     sources.heard(PEER, 0.1)
     for _ in range(QUICK_ANSWERS):
-        assert sources.patience(PEER) == 5.0
+        assert sources.patience(PEER) == 10.0
         sources.heard(PEER, 0.1)
     assert sources.patience(PEER) == 1.0
     return sources
@@ -93,7 +93,7 @@ def quick_peer(clock: Clock) -> Liveness:
 def test_a_quick_peer_has_one_timeout_until_it_is_slow() -> None:
     sources = quick_peer(Clock(1000.0))
     sources.heard(PEER, QUICK_SHARE)
-    assert sources.patience(PEER) == 5.0
+    assert sources.patience(PEER) == 10.0
 
 
 def test_a_quick_peer_that_is_late_once_is_used_at_once() -> None:
@@ -105,7 +105,7 @@ def test_a_quick_peer_that_is_late_once_is_used_at_once() -> None:
     assert sources.standing(PEER) is Standing.COOLING
     sources.heard_late(PEER)
     assert sources.standing(PEER) is Standing.USABLE, "slow, and not silent"
-    assert sources.patience(PEER) == 5.0
+    assert sources.patience(PEER) == 10.0
     # Another pull that was under way at that time tells nothing new.
     sources.silent(PEER, asked_at + 1)
     assert sources.standing(PEER) is Standing.USABLE
@@ -119,7 +119,7 @@ def test_a_quick_peer_that_is_late_once_is_used_at_once() -> None:
 
 def test_files_get_no_patience() -> None:
     clock = Clock(1000.0)
-    sources = Liveness(5.0, clock)
+    sources = Liveness(10.0, clock)
     for _ in range(QUICK_ANSWERS):
         sources.heard(FILES, 0.1)
     clock.now += 1

@@ -183,7 +183,7 @@ def test_a_peer_has_more_time_until_it_is_known_to_be_quick() -> None:
     clock = stop_the_clock(rig)
     for number in range(QUICK_ANSWERS):
         job = rig.load([key(0)], [0], "r")
-        clock.now += 4.9 if number == 0 else 0.0
+        clock.now += 9.9 if number == 0 else 0.0
         rig.poll()
         answer(rig, fetches(rig)[-1])
         answer(rig, rig.kvcr.of_kind("deliver")[-1])
@@ -193,6 +193,27 @@ def test_a_peer_has_more_time_until_it_is_known_to_be_quick() -> None:
     rig.poll()
     assert slow not in rig.finished, "one of them was not quick"
     answer(rig, fetches(rig)[-1])
+
+
+def test_nobody_waits_for_a_peer_whose_connection_is_lost() -> None:
+    rig = peer_rig(pull_timeout_ms=60_000)
+    clock = stop_the_clock(rig)
+    lost: set[str] = set()
+    rig.tier._staging._is_lost = lost.__contains__
+    job = rig.load(keys(2), range(2), "r")
+    lost.add(OTHER_PEER)
+    clock.now += 10
+    rig.poll()
+    assert job not in rig.finished, "it is another peer's"
+    lost.add(PEER)
+    clock.now += 10
+    rig.poll()
+    assert rig.finished[job].success is False
+    assert rig.losses() == {"peer_down": 2}
+    assert rig.tier._staging._liveness.standing(PEER) is Standing.COOLING
+    # It may be back: a connection that is not dialled again yet is no reason.
+    clock.now += FIRST_COOLDOWN_S
+    rig.introduce(key(5))
 
 
 def test_a_quick_peer_that_answers_late_is_used_again_at_once() -> None:
@@ -208,7 +229,7 @@ def test_a_quick_peer_that_answers_late_is_used_again_at_once() -> None:
     answer(rig, fetches(rig)[-1])
     assert rig.lookup(key(1)) is LookupResult.HIT
     again = rig.load([key(1)], [1], "r")
-    clock.now += 4.9
+    clock.now += 9.9
     rig.poll()
     assert again not in rig.finished
 

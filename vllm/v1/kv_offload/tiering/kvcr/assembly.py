@@ -178,6 +178,7 @@ class Assembly:
             health=self.health,
             hinted=self.hints.requests,
             disk=self.disk,
+            is_lost=self.backend.is_lost,
         )
         sums = None if residency is None else BlockSums(np.asarray(view), residency)
         self.results = Results(

@@ -29,9 +29,10 @@ from vllm.v1.kv_offload.tiering.kvcr import values
 _LEAST_FILE_TIMEOUT_MS = 60_000
 # How long a request waits for a load before it recomputes.
 _LOAD_TIMEOUT_MS = 1000
-# Pull timeouts that a peer has that is not known to be quick: what its death costs the
-# requests that wait for it. Must exceed the stalls of a busy host.
-_PATIENCE = 5.0
+# Pull timeouts that a peer has that is not known to be quick. Only one that hangs takes
+# them, because one that dies closes its connection. Must exceed the stalls of a busy
+# host: 4 s were measured.
+_PATIENCE = 10.0
 
 _PRIMARY = "an option of vLLM's primary tier; put it beside secondary_tiers"
 _ELSEWHERE = {
@@ -237,7 +238,7 @@ class TierConfig(_Options):
     pull_timeout_ms: values.Count | None = None
     """How long a request waits for a block from a peer before it goes on without it.
     Default: the same as ``operation_timeout_ms``. If both are left out, 1000 for a peer
-    that is known to be quick, and 5000 for the others."""
+    that is known to be quick, and 10000 for the others."""
 
     introduction_timeout_ms: values.Count = 15_000
     """How long the first contact with a peer may take. Meanwhile, requests that are

@@ -171,3 +171,27 @@ def test_nothing_is_kept_where_nothing_is_open(peers: Any, managed: Any) -> None
     assert served.hits == len(KEYS)
     peer.kill()
     assert retained_by(engine) == 0
+
+
+def test_nobody_waits_for_a_peer_that_died(
+    peers: Any, managed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the defaults a peer that hangs has 10 s; one that died closes its socket."""
+    monkeypatch.setattr("kvcr.progress._OP_CLEANUP_TIMEOUT_SECONDS", 0.5)
+    peer = peers(rows=64)
+    peer.call("hold", KEYS)
+    engine: ManagedEngine = managed(peer_options(free_port()), rows=64)
+    hint = make_hint(peer.port, KEYS)
+    assert engine.run("proof", KEYS[:1], hint).hits == 1
+    peer.stop()
+    waiting = engine.begin("waiting", KEYS[8:16], hint)
+    engine.step(waiting)
+    engine.run_for(0.5)
+    engine.step(waiting)
+    assert waiting.hits is None
+    peer.kill()
+    engine.serve(waiting)
+    assert waiting.hits == 0
+    assert waiting.seconds < 5
+    assert engine.probe.lost()["peer_down"] == 8
+    assert engine.run("next", make_keys(8, "next"), hint).steps == 1

@@ -95,6 +95,11 @@ class Backend:
         channel = self._channel
         return isinstance(channel, PeerChannel) and channel.is_incompatible(endpoint)
 
+    def is_lost(self, endpoint: str) -> bool:
+        """Whether a peer has closed the connection, as it does when it dies."""
+        channel = self._channel
+        return isinstance(channel, PeerChannel) and channel.is_lost(endpoint)
+
     def stop(self) -> bool:
         """Close KVCR and free its memory; false if native code may still touch it."""
         if not self.closer.wait(CLOSE_TIMEOUT_S):

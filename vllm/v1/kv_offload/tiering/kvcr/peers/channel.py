@@ -8,7 +8,7 @@ from a peer that runs different releases. That peer gets a refusal instead, whic
 its pull at once.
 
 Threading: KVCR calls ``send``, ``recv`` and ``close`` on its progress thread.
-``is_incompatible`` may be called on any thread.
+``is_incompatible`` and ``is_lost`` may be called on any thread.
 
 Failure model: nothing raises that KVCR's own channel would not raise. A message that
 cannot be sent, or that KVCR may not see, costs its sender a pull.
@@ -81,6 +81,10 @@ class PeerChannel:
         """Whether a peer has said recently that it runs different releases."""
         until = self._incompatible.get(endpoint)
         return until is not None and self._clock() < until
+
+    def is_lost(self, endpoint: str) -> bool:
+        """Whether a peer that blocks were requested from has closed the connection."""
+        return self._connections.is_lost(endpoint)
 
     # --- what KVCR calls -------------------------------------------------------------
 

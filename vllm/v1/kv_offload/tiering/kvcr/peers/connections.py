@@ -39,6 +39,10 @@ millisecond, and KVCR declares this thread stalled after one operation timeout."
 _IDLE_S = 300.0
 """After this time an unused connection is closed. ZeroMQ redials while it is open."""
 _SWEEP_S = 10.0
+_CHECK_S = 0.05
+_LOST_S = 0.2
+"""A connection that is gone for this long is lost. Must exceed the first pause before
+ZeroMQ redials, so that a peer that only closed it is not taken for a dead one."""
 _FIRST_TRY_S, _LAST_TRY_S = 0.001, 0.1
 _NAME_LIFETIME_S = 30.0
 # Milliseconds.
@@ -58,6 +62,9 @@ class _Connection:
     used_at: float
     pulls: bool = False
     """Whether blocks were requested over it."""
+    reached: bool = False
+    """Whether a message was sent over it."""
+    gone_since: float | None = None
     socket: zmq.Socket | None = None
     address: str | None = None
     asked_at: float = float("-inf")
@@ -88,6 +95,8 @@ class Connections:
         self._connections: OrderedDict[str, _Connection] = OrderedDict()
         self._waiting: dict[str, _Connection] = {}
         self._sweep_at = 0.0
+        self._check_at = 0.0
+        self._lost: set[str] = set()
         self._opened = 0
 
     def __len__(self) -> int:
@@ -95,6 +104,13 @@ class Connections:
 
     def __contains__(self, endpoint: str) -> bool:
         return endpoint in self._connections
+
+    def is_lost(self, endpoint: str) -> bool:
+        """Whether a peer that blocks were requested from has closed the connection.
+
+        It has if its process died. May be called on any thread.
+        """
+        return endpoint in self._lost
 
     def send(
         self,
@@ -154,6 +170,9 @@ class Connections:
         if now >= self._sweep_at:
             self._sweep_at = now + _SWEEP_S
             self._drop_idle(now)
+        if now >= self._check_at:
+            self._check_at = now + _CHECK_S
+            self._look_for_lost(now)
         for endpoint, connection in list(self._waiting.items()):
             if now < connection.try_at:
                 continue
@@ -172,6 +191,7 @@ class Connections:
         """Close a connection."""
         connection = self._connections.pop(endpoint)
         self._waiting.pop(endpoint, None)
+        self._lost.discard(endpoint)
         if connection.socket is not None:
             connection.socket.close()
         writes = [held.write for held in connection.held if held.write is not None]
@@ -213,6 +233,18 @@ class Connections:
         for endpoint in idle:
             self.drop(endpoint)
 
+    def _look_for_lost(self, now: float) -> None:
+        for endpoint, connection in self._connections.items():
+            if not (connection.pulls and connection.reached):
+                continue
+            if connection.socket is not None and _is_writable(connection.socket):
+                connection.gone_since = None
+                self._lost.discard(endpoint)
+            elif connection.gone_since is None:
+                connection.gone_since = now
+            elif now - connection.gone_since >= _LOST_S:
+                self._lost.add(endpoint)
+
     def _least_useful(self) -> str:
         """The oldest connection without pulls, or else the oldest."""
         for endpoint, connection in self._connections.items():
@@ -248,12 +280,13 @@ class Connections:
 
     def _sent(self, connection: _Connection, message: bytes) -> bool:
         socket = connection.socket
-        if socket is None or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+        if socket is None or not _is_writable(socket):
             return False
         try:
             socket.send(message, flags=zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
+        connection.reached = True
         return True
 
     def _hold(
@@ -290,6 +323,10 @@ class Connections:
                 connection, address
             ):
                 self.drop(endpoint)
+
+
+def _is_writable(socket: zmq.Socket) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
 
 def _try_later(connection: _Connection, now: float) -> None:

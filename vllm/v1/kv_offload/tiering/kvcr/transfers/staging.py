@@ -111,6 +111,7 @@ class Staging:
         limits: Its ``file_window`` and ``peer_window`` bound the pool slots in use.
         hinted: The ids of the requests with a hint; the others cannot reach a peer.
         disk: Counts the blocks that move in and out of the files, if there are any.
+        is_lost: Whether a peer has closed the connection; nobody waits for it then.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Staging:
         hinted: Container[str],
         health: Health,
         disk: DiskWatch | None,
+        is_lost: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._kvcr = kvcr
@@ -131,6 +133,7 @@ class Staging:
         self._hinted = hinted
         self._health = health
         self._disk = disk
+        self._is_lost = is_lost
         self._clock = clock
         self._lanes: dict[str, _Lane] = {}
         self._fetches: dict[int, _Fetch] = {}
@@ -370,7 +373,7 @@ class Staging:
     # --- giving up -------------------------------------------------------------------
 
     def _given_up(self, now: float) -> Iterator[Missed]:
-        """Give up on pulls that made no progress for a whole timeout."""
+        """Give up on pulls from dead peers, and on those without progress."""
         for fetch in self._fetches.values():
             if fetch.given_up:
                 continue
@@ -382,17 +385,20 @@ class Staging:
                 since = max(fetch.started_at, lane.moved_at)
             else:
                 since = fetch.started_at
-            if now - since < timeout_s:
+            # A new connection can be on its way to a peer that is introduced again.
+            lost = pull is not None and self._is_lost(lane.source)
+            if now - since < timeout_s and not lost:
                 continue
             fetch.given_up = True
             self.unawaited.update(fetch.pending)
             if pull is None:
                 self._introductions -= 1
             # While a pull waits in its lane, the source is not silent.
-            if now - fetch.started_at >= SILENT_SHARE * timeout_s:
+            if lost or now - fetch.started_at >= SILENT_SHARE * timeout_s:
                 self._silent(lane.source, fetch.started_at)
             if pull is not None:
-                yield Missed(pull.job, lane.source, list(fetch.pending), Lost.TIMED_OUT)
+                reason = Lost.PEER_DOWN if lost else Lost.TIMED_OUT
+                yield Missed(pull.job, lane.source, list(fetch.pending), reason)
         for lane in self._lanes.values():
             for pull in list(lane.waiting):
                 if now - lane.last_moved(pull) >= self._timeout_s(lane):
