@@ -98,13 +98,19 @@ class Feed:
         Raises:
             TimeoutError: the engine does not answer.
         """
-        taken = []
-        for frames in self._replay(self._last + 1) if self._replay else ():
-            number, batch = int.from_bytes(frames[-2], "big"), decode(frames[-1])
-            if number > self._last + 1:
-                self.index.forget()
-            self._put(number, batch)
-            taken.append(batch)
+        taken: list[Batch] = []
+        while self._replay is not None:
+            asked_from = self._last + 1
+            for frames in self._replay(asked_from):
+                number, batch = int.from_bytes(frames[-2], "big"), decode(frames[-1])
+                if number > self._last + 1:
+                    if self._last >= asked_from:
+                        break  # dropped on its way here: ask for it again
+                    self.index.forget()
+                self._put(number, batch)
+                taken.append(batch)
+            else:
+                break
         return taken
 
     def _put(self, number: int, batch: Batch) -> None:
@@ -176,6 +182,8 @@ class Subscription:
         messages: list[list[bytes]] = []
         with self._context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
+            # The engine's socket drops what does not fit, and it sends all at once.
+            socket.setsockopt(zmq.RCVHWM, 0)
             socket.connect(endpoint)
             socket.send_multipart((b"", number.to_bytes(8, "big")))
             while socket.poll(1000 * REPLAY_SECONDS):
@@ -183,6 +191,8 @@ class Subscription:
                 if not frames[-1]:
                     return messages
                 messages.append(frames)
+        if messages:
+            return messages  # the mark of its end was dropped
         raise TimeoutError(
             f"no replay of KV events from {endpoint} within {REPLAY_SECONDS} "
             "s; it has to be the replay_endpoint of the engine's KV events"

@@ -33,7 +33,6 @@ RANKS = 2
 START_SECONDS = 600.0
 # Three engines share what may be two cores.
 EVENTS_SECONDS = 90.0
-TIER = {"pull_timeout_ms": 5000}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +56,6 @@ def run(folder: Path) -> list[str]:
                     model,
                     chunks=WORKLOAD.chunks_per_prompt,
                     ranks=ranks,
-                    tier=TIER,
                     environment=peers_vllm.environment(),
                 )
             )

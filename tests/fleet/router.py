@@ -61,7 +61,7 @@ AT_A_TIME = 3
 LOST = "vllm:kvcr_tier_lost_blocks_total"
 
 # A pull waits for an engine that shares two cores with another one's prompts.
-TIER = {"secondary_g2_slots": POOL, "pull_timeout_ms": 5000}
+TIER = {"secondary_g2_slots": POOL}
 
 
 @dataclass(frozen=True)

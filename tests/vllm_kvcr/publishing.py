@@ -48,11 +48,13 @@ class Engine:
 
     def publish(self, *events: object) -> None:
         """Returns when the events have been sent and can be replayed."""
-        before = len(self._publisher._buffer)
-        self._publisher.publish(KVEventBatch(ts=time.time(), events=list(events)))
-
-        while len(self._publisher._buffer) == before:
+        before = len(self._publisher._buffer) + self._publisher._event_queue.qsize()
+        self.publish_soon(*events)
+        while len(self._publisher._buffer) <= before:
             time.sleep(0.001)
+
+    def publish_soon(self, *events: object) -> None:
+        self._publisher.publish(KVEventBatch(ts=time.time(), events=list(events)))
 
     def stop(self) -> None:
         self._publisher.shutdown()

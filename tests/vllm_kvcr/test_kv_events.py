@@ -11,6 +11,7 @@ from types import ModuleType
 
 import msgspec
 import pytest
+import zmq
 
 from tests import peers_vllm
 from tests.vllm_kvcr.publishing import (
@@ -79,6 +80,28 @@ def test_what_was_published_before_is_replayed(engine: Engine) -> None:
         assert events.index.pullable(PROMPT) == [FIRST, SECOND]
 
 
+def test_a_long_replay_is_complete_although_the_reader_stalls(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "REPLAY_SECONDS", 0.5)
+    engine.publish(*BOTH)
+    for number in range(4000):
+        engine.publish_soon(stored(None, 1000 + number, [number] * 4))
+    engine.publish()
+    receive = zmq.Socket.recv_multipart
+    stall = iter([1.0])
+
+    def stalling(socket: zmq.Socket) -> list[bytes]:
+        if socket.type == zmq.DEALER:
+            time.sleep(next(stall, 0.0))
+        return receive(socket)
+
+    monkeypatch.setattr(zmq.Socket, "recv_multipart", stalling)
+    with Subscription(engine.events, replay=engine.replay) as events:
+        assert events.index.pullable(PROMPT) == [FIRST, SECOND]
+        assert events.index.held([3999] * 4)
+
+
 def test_no_replay_is_an_error_that_says_where(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(kv_events, "REPLAY_SECONDS", 0)
     endpoint = f"ipc://{tmp_path}/nobody"
@@ -132,6 +155,21 @@ def test_a_replay_that_does_not_reach_back_far_enough_leaves_a_gap() -> None:
     feed.take(sent[0])
     feed.take(message(3))
     assert feed.index.pullable(PROMPT) == [FIRST]
+
+
+def test_what_a_replay_drops_is_asked_for_again() -> None:
+    sent = [message(0, BOTH[0]), message(1), message(2, BOTH[1]), message(3)]
+    replays = [[sent[0], sent[1], sent[3]], [sent[2], sent[3]]]
+    asked = []
+
+    def replay(number: int) -> list[list[bytes]]:
+        asked.append(number)
+        return replays.pop(0)
+
+    feed = Feed(replay)
+    assert len(feed.catch_up()) == 4
+    assert asked == [0, 2]
+    assert feed.index.pullable(PROMPT) == [FIRST, SECOND]
 
 
 @pytest.mark.parametrize("first", [0, 2])
