@@ -314,6 +314,24 @@ def test_who_was_never_reached_or_asked_for_blocks_is_not_lost(
         assert not flushed(rig, endpoint)
 
 
+def test_a_name_that_moves_loses_nobody(rig: Rig, names: dict[str, Any]) -> None:
+    port = free_port()
+    names["peer.example"] = LOCALHOST
+    moving = endpoint(port, "peer.example")
+    rig.connections.send(moving, b"pull", pulls=True)
+    rig.received(rig.listen(port))
+    names["peer.example"] = "127.0.0.9"
+    rig.clock.skipped = module._NAME_LIFETIME_S + 1
+    rig.connections.send(moving, b"again", pulls=True)
+    wait_until(
+        lambda: rig.connections.flush() or _address(rig, moving) == "127.0.0.9",
+        "the new address",
+    )
+    ends_at = time.monotonic() + 4 * module._LOST_S
+    while time.monotonic() < ends_at:
+        assert not flushed(rig, moving)
+
+
 def test_a_dropped_connection_is_not_lost(rig: Rig) -> None:
     port = free_port()
     endpoint = f"tcp://{LOCALHOST}:{port}"

@@ -276,6 +276,7 @@ class Connections:
             socket.close()
             return False
         connection.socket, connection.address = socket, address
+        connection.reached = False
         return True
 
     def _sent(self, connection: _Connection, message: bytes) -> bool:
