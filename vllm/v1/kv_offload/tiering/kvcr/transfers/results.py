@@ -108,6 +108,13 @@ class Results:
             [OffloadKey(key[skip:]) for key in keys], job.request_id, everyone=everyone
         )
 
+    def missed(
+        self, job: Job, keys: list[bytes], reason: Lost, source: str | None
+    ) -> None:
+        """Note blocks of a load that will not arrive."""
+        self.lost(job, keys, reason, source)
+        self.settle(job, len(keys))
+
     def settle(self, job: Job, blocks: int) -> None:
         """Note that nothing more will happen to some blocks; the last end the job."""
         job.unsettled -= blocks

@@ -313,8 +313,7 @@ class Transfers:
         if local:
             self._deliver(Operation(job, local, now), job.request_id)
         if gone:
-            self._results.lost(job, gone, Lost.GONE, None)
-            self._results.settle(job, len(gone))
+            self._results.missed(job, gone, Lost.GONE, None)
         if filed or remote:
             self._apply(self._staging.pump())
 
@@ -333,8 +332,7 @@ class Transfers:
                 # Without the request's id KVCR sees no hint, so it asks no peer.
                 self._deliver(operation, None)
             else:
-                self._results.lost(job, outcome.keys, outcome.reason, outcome.source)
-                self._results.settle(job, len(outcome.keys))
+                self._results.missed(job, outcome.keys, outcome.reason, outcome.source)
 
     # --- operations ------------------------------------------------------------------
 
