@@ -332,6 +332,24 @@ def test_a_name_that_moves_loses_nobody(rig: Rig, names: dict[str, Any]) -> None
         assert not flushed(rig, moving)
 
 
+def test_a_lost_peer_that_moved_is_not_lost_at_its_new_address(
+    rig: Rig, names: dict[str, Any]
+) -> None:
+    port = free_port()
+    names["peer.example"] = LOCALHOST
+    moving = endpoint(port, "peer.example")
+    rig.connections.send(moving, b"pull", pulls=True)
+    listener = rig.listen(port)
+    rig.received(listener)
+    listener.close()
+    wait_until(lambda: flushed(rig, moving), "the loss")
+    names["peer.example"] = "127.0.0.9"
+    rig.clock.skipped = module._NAME_LIFETIME_S + 1
+    rig.connections.send(moving, b"again", pulls=True)
+    wait_until(lambda: not flushed(rig, moving), "the new address")
+    assert _address(rig, moving) == "127.0.0.9"
+
+
 def test_a_dropped_connection_is_not_lost(rig: Rig) -> None:
     port = free_port()
     endpoint = f"tcp://{LOCALHOST}:{port}"

@@ -65,6 +65,8 @@ class _Connection:
     reached: bool = False
     """Whether a message was sent over it."""
     gone_since: float | None = None
+    lost: bool = False
+    """Whether it was closed, for long enough, after a message was sent over it."""
     socket: zmq.Socket | None = None
     address: str | None = None
     asked_at: float = float("-inf")
@@ -96,7 +98,6 @@ class Connections:
         self._waiting: dict[str, _Connection] = {}
         self._sweep_at = 0.0
         self._check_at = 0.0
-        self._lost: set[str] = set()
         self._opened = 0
 
     def __len__(self) -> int:
@@ -110,7 +111,8 @@ class Connections:
 
         It has if its process died. May be called on any thread.
         """
-        return endpoint in self._lost
+        connection = self._connections.get(endpoint)
+        return connection is not None and connection.lost
 
     def send(
         self,
@@ -191,7 +193,6 @@ class Connections:
         """Close a connection."""
         connection = self._connections.pop(endpoint)
         self._waiting.pop(endpoint, None)
-        self._lost.discard(endpoint)
         if connection.socket is not None:
             connection.socket.close()
         writes = [held.write for held in connection.held if held.write is not None]
@@ -234,16 +235,16 @@ class Connections:
             self.drop(endpoint)
 
     def _look_for_lost(self, now: float) -> None:
-        for endpoint, connection in self._connections.items():
+        for connection in self._connections.values():
             if not (connection.pulls and connection.reached):
                 continue
             if connection.socket is not None and _is_writable(connection.socket):
                 connection.gone_since = None
-                self._lost.discard(endpoint)
+                connection.lost = False
             elif connection.gone_since is None:
                 connection.gone_since = now
             elif now - connection.gone_since >= _LOST_S:
-                self._lost.add(endpoint)
+                connection.lost = True
 
     def _least_useful(self) -> str:
         """The oldest connection without pulls, or else the oldest."""
@@ -276,7 +277,8 @@ class Connections:
             socket.close()
             return False
         connection.socket, connection.address = socket, address
-        connection.reached = False
+        connection.reached = connection.lost = False
+        connection.gone_since = None
         return True
 
     def _sent(self, connection: _Connection, message: bytes) -> bool:
