@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.tiering.kvcr.backend import files, setup, start_errors, 
 from vllm.v1.kv_offload.tiering.kvcr.backend.closing import Closer
 from vllm.v1.kv_offload.tiering.kvcr.backend.pool import PoolMemory
 from vllm.v1.kv_offload.tiering.kvcr.backend.protocol import KvcrApi
-from vllm.v1.kv_offload.tiering.kvcr.compat import shims
+from vllm.v1.kv_offload.tiering.kvcr.compat import nixl_thread, shims
 from vllm.v1.kv_offload.tiering.kvcr.config import TierConfig
 from vllm.v1.kv_offload.tiering.kvcr.peers.channel import PeerChannel, guard_channel
 
@@ -132,7 +132,10 @@ class Backend:
                 config.control_host, port, setup.advertise_host(config)
             )
             self._channel = guard_channel(channel, secret)
-        with waiting.announced(setup.what_answers(guard)):
+        with (
+            waiting.announced(setup.what_answers(guard)),
+            nixl_thread.sleeping(config.nixl_progress_delay_ms),
+        ):
             self.kvcr = self._natives.kvcr(
                 setup.kvcr_config(config, primary, agent),
                 KVCRBindings(framework_control=self._channel, **bindings),
