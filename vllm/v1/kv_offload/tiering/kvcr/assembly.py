@@ -100,7 +100,7 @@ class Assembly:
             request_prefix=f"kvcr-pin-{agent}-",
             uncounted=uncounted_pins,
         )
-        liveness = Liveness(config.patience)
+        liveness = Liveness()
         gauges = Gauges(
             label_among_tiers(spec),
             primary.row_bytes,

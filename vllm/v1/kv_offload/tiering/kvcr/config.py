@@ -17,6 +17,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Field,
     TypeAdapter,
     ValidationError,
     model_validator,
@@ -29,10 +30,10 @@ from vllm.v1.kv_offload.tiering.kvcr import values
 _LEAST_FILE_TIMEOUT_MS = 60_000
 # How long a request waits for a load before it recomputes.
 _LOAD_TIMEOUT_MS = 1000
-# Pull timeouts that a peer has that is not known to be quick. Only one that hangs takes
-# them, because one that dies closes its connection. Must exceed the stalls of a busy
-# host: 4 s were measured.
-_PATIENCE = 10.0
+# How long a request waits for a peer. Only one that hangs takes that long, because one
+# that dies closes its connection. Must exceed the stalls of a busy host: 4 s were
+# measured.
+_PULL_TIMEOUT_MS = 10_000
 
 _PRIMARY = "an option of vLLM's primary tier; put it beside secondary_tiers"
 _ELSEWHERE = {
@@ -237,8 +238,8 @@ class TierConfig(_Options):
 
     pull_timeout_ms: values.Count | None = None
     """How long a request waits for a block from a peer before it goes on without it.
-    Default: the same as ``operation_timeout_ms``. If both are left out, 1000 for a peer
-    that is known to be quick, and 10000 for the others."""
+    Default: the same as ``operation_timeout_ms``, or 10000 if that is left out as well.
+    Nobody waits for a peer whose process has ended."""
 
     introduction_timeout_ms: values.Count = 15_000
     """How long the first contact with a peer may take. Meanwhile, requests that are
@@ -264,6 +265,10 @@ class TierConfig(_Options):
     from everything that defines a block's bytes. ``off``, ``false`` or ``null``: no
     namespace, as in kvcr tiers that lack this option. Any other text is the namespace
     itself. Give each version of a model's weights its own."""
+
+    nixl_progress_delay_ms: Annotated[values.CountOrNone, Field(le=1000)] = 1
+    """How long NIXL's progress thread may sleep while no data arrives. With 0 it never
+    sleeps and takes a core, as it does without this tier."""
 
     enable_telemetry: bool = False
     """Export the metrics of KVCR and of the tier."""
@@ -370,15 +375,8 @@ class TierConfig(_Options):
 
     @property
     def pull_timeout(self) -> int:
-        timeout = self.pull_timeout_ms or self.load_timeout
-        return min(timeout, self.operation_timeout)
-
-    @property
-    def patience(self) -> float:
-        """How many pull timeouts a peer has that is not known to be quick."""
-        if self.pull_timeout_ms is not None or self.operation_timeout_ms is not None:
-            return 1.0
-        return min(_PATIENCE, self.operation_timeout / self.pull_timeout)
+        given = self.pull_timeout_ms or self.operation_timeout_ms
+        return min(given or _PULL_TIMEOUT_MS, self.operation_timeout)
 
     def for_rank(self, local_rank: int | None) -> "TierConfig":
         """Return a copy that has only the files of data-parallel rank ``local_rank``.

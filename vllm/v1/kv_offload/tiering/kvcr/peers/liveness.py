@@ -10,8 +10,7 @@ If a source stays silent for a whole timeout, it is left alone, twice as long ea
 and then introduced again. So a dead peer, or a disk that hangs, costs one wait instead
 of one wait per request. Files need no first introduction.
 
-A peer that is slow is not silent. Until it has answered quickly several times in a row,
-it has more time than one timeout. A busy host can stall for seconds now and then.
+A peer that was only slow is used again after that pause without another introduction.
 """
 
 import time
@@ -34,13 +33,6 @@ SILENT_SHARE = 0.9
 less than 1: KVCR's deadline can be the same as the tier's, and polls come a little
 before or after it."""
 
-QUICK_SHARE = 0.25
-"""An answer within this share of the timeout is a quick one. Must be well below 1, so
-that a peer near the limit is not taken for a quick one."""
-QUICK_ANSWERS = 8
-"""So many in a row make a quick peer. Must exceed what a busy host answers between two
-stalls: measured on one, every third pull took more than a second."""
-
 _MAX_SOURCES = 1024
 
 
@@ -61,23 +53,12 @@ class _Source:
     inconclusive: int = 0
     left_alone_until: float = 0.0
     heard_at: float = 0.0
-    quick_answers: int = 0
-    """In a row."""
 
 
 class Liveness:
-    """The known sources, in bounded number. Driven by one thread.
+    """The known sources, in bounded number. Driven by one thread."""
 
-    Args:
-        patience: How many pull timeouts a peer has that is not known to be quick.
-    """
-
-    def __init__(
-        self,
-        patience: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._patience = patience
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._sources: OrderedDict[str, _Source] = OrderedDict()
         self._files = _Source(proven=True)
@@ -101,12 +82,6 @@ class Liveness:
     def is_down(self, name: str) -> bool:
         return self.standing(name) is Standing.COOLING
 
-    def patience(self, name: str) -> float:
-        """How many pull timeouts a peer has to deliver a block."""
-        source = self._known(name)
-        quick = source is not None and source.quick_answers >= QUICK_ANSWERS
-        return 1.0 if quick else self._patience
-
     def begin_introduction(self, name: str) -> bool:
         """Reserve the introduction of a source, if one is due."""
         source = self._source(name)
@@ -119,15 +94,9 @@ class Liveness:
         source.introducing = True
         return True
 
-    def heard(self, name: str, share: float = 1.0) -> None:
-        """Note that a block arrived in time.
-
-        Args:
-            share: How long it took, in pull timeouts.
-        """
+    def heard(self, name: str) -> None:
+        """Note that a block arrived in time."""
         source = self._source(name)
-        quick = share < QUICK_SHARE and not source.introducing
-        source.quick_answers = source.quick_answers + 1 if quick else 0
         source.proven = True
         source.introducing = False
         source.silences = source.inconclusive = 0
@@ -137,18 +106,11 @@ class Liveness:
     def heard_late(self, name: str) -> None:
         """Note that a block arrived too late: the source is alive, but slow.
 
-        It is used again without another introduction. If it was taken for a quick
-        one, it has more time from now on and is used at once, otherwise after its
-        pause.
+        It is used again after its pause, without another introduction.
         """
         source = self._source(name)
         source.proven = True
         source.introducing = False
-        was_quick = source.quick_answers >= QUICK_ANSWERS
-        if was_quick and self._patience > 1.0 and name is not FILES:
-            source.silences = 0
-            source.heard_at = self._clock()
-        source.quick_answers = 0
 
     def inconclusive(self, name: str) -> None:
         """Note that an introduction failed early, which proves nothing."""

@@ -413,7 +413,7 @@ class Staging:
             return limits.file_timeout_s
         if introduction:
             return limits.introduction_timeout_s
-        return limits.pull_timeout_s * self._liveness.patience(lane.source)
+        return limits.pull_timeout_s
 
     def _judge(self, fetch: _Fetch, landed: bool, failed: bool) -> None:
         """Note what a fetch's results say about its source."""
@@ -422,7 +422,7 @@ class Staging:
         if landed and fetch.given_up:
             self._liveness.heard_late(source)
         elif landed:
-            self._liveness.heard(source, waited / self._limits.pull_timeout_s)
+            self._liveness.heard(source)
             if source is FILES:
                 self._health.recover(Reason.DISK_STALLED)
         elif failed and not fetch.given_up:
