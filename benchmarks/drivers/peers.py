@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Runs the measurements of pulls from a peer."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from benchmarks.harness.contenders import (
     shipped,
 )
 from benchmarks.harness.plan import MIB, Plan
-from benchmarks.harness.remote import Fleet
+from benchmarks.harness.remote import Fleet, Remote
 from benchmarks.harness.stats import median
 from benchmarks.report.result import MILLISECONDS, Row, Section, compare
 from vllm_kvcr.ports import LOCALHOST, free_ports
@@ -31,6 +32,7 @@ _FAST_S, _USUAL_S, _SLOW_S = 0.001, 0.030, 0.900
 _REFERENCE = "1 ms:"
 _POLLED = "polled"
 _WARM_UP = 5
+_INTRODUCTION_S = 60.0
 
 
 def peers(plan: Plan, log: Path, tell: Tell) -> Section:
@@ -48,8 +50,7 @@ def peers(plan: Plan, log: Path, tell: Tell) -> Section:
         fleet.ready()
         for who in adapters():
             tell(f"peers, {who} gets to know its peer")
-            for _ in range(_WARM_UP):
-                fleet[f"{who} sink"].call("pull", 1, _FAST_S)
+            _warm_up(fleet[f"{who} sink"], 1)
 
         def pull(who: str, step_s: float, polled: bool) -> None:
             source = fleet[f"{who} source"]
@@ -96,8 +97,7 @@ def landing(plan: Plan, log: Path, tell: Tell) -> Section:
         fleet.ready()
         tell("peers, where pulled blocks land")
         for where in pulls:
-            for _ in range(_WARM_UP):
-                fleet[where].call("pull", plan.landing_blocks, _FAST_S)
+            _warm_up(fleet[where], plan.landing_blocks)
         for _ in range(plan.landing_pulls):
             for where, found in pulls.items():
                 outcome, seconds = fleet[where].call(
@@ -112,6 +112,16 @@ def landing(plan: Plan, log: Path, tell: Tell) -> Section:
         MILLISECONDS,
     )
     return Section("Peers: landing in KVCR's pool (the default)", [row])
+
+
+def _warm_up(sink: Remote, blocks: int) -> None:
+    """Pull until the peer has been introduced, and then some more."""
+    deadline = time.monotonic() + _INTRODUCTION_S
+    while sink.call("pull", blocks, _FAST_S)[0] != "pulled":
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no block came from the peer in {_INTRODUCTION_S:g} s")
+    for _ in range(_WARM_UP):
+        sink.call("pull", blocks, _FAST_S)
 
 
 def _ours(port: int, **options: Any) -> dict[str, Any]:

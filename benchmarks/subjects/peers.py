@@ -104,8 +104,11 @@ class Sink:
         self._tier.on_new_request(context)
         started = time.perf_counter()
         if any(self._tier.lookup(key, context) is not LookupResult.HIT for key in keys):
+            declined_after = time.perf_counter() - started
+            # The request is computed instead; meanwhile its peer may be introduced.
+            self._step(_AFTERWARDS_S)
             self._tier.on_request_finished(context)
-            return "declined", time.perf_counter() - started
+            return "declined", declined_after
         chunks = np.arange(number * blocks, (number + 1) * blocks) % len(rows)
         rows[chunks, -1] = 0
         self._tier.submit_load(
