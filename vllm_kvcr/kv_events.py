@@ -105,11 +105,12 @@ class Feed:
                 number, batch = int.from_bytes(frames[-2], "big"), decode(frames[-1])
                 if number > self._last + 1:
                     if self._last >= asked_from:
-                        break  # dropped on its way here: ask for it again
+                        break  # dropped on its way here
                     self.index.forget()
                 self._put(number, batch)
                 taken.append(batch)
-            else:
+            # The end can have been dropped, too: only an empty replay is complete.
+            if self._last < asked_from:
                 break
         return taken
 
@@ -127,7 +128,8 @@ class Subscription:
         replay: The engine's ``replay_endpoint``. With it events that were missed, be
             it before the start, are known, too, as far back as the engine keeps them.
         bind: The engine connects here, as it does where its endpoint names an address
-            instead of ``*``.
+            instead of ``*``. What it publishes before the first ``read`` after that
+            connection does not arrive, because ZMQ subscribes in there.
 
     Raises:
         TimeoutError: there is no replay at ``replay``.
@@ -192,7 +194,7 @@ class Subscription:
                     return messages
                 messages.append(frames)
         if messages:
-            return messages  # the mark of its end was dropped
+            return messages
         raise TimeoutError(
             f"no replay of KV events from {endpoint} within {REPLAY_SECONDS} "
             "s; it has to be the replay_endpoint of the engine's KV events"

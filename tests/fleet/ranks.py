@@ -33,6 +33,8 @@ RANKS = 2
 START_SECONDS = 600.0
 # Three engines share what may be two cores.
 EVENTS_SECONDS = 90.0
+# Must exceed the time that a subscription takes to an engine on this machine.
+SUBSCRIBE_SECONDS = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,6 +72,9 @@ def run(folder: Path) -> list[str]:
         a.wait_until_ready(START_SECONDS)
         b = server("B", 1)
         b.wait_until_ready(START_SECONDS)
+        for each in events:
+            each.read()
+        time.sleep(SUBSCRIBE_SECONDS)
         print(f"ready after {time.monotonic() - started:.0f} s", flush=True)
         return check(a, b, events)
 

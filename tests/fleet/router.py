@@ -60,7 +60,6 @@ AT_A_TIME = 3
 
 LOST = "vllm:kvcr_tier_lost_blocks_total"
 
-# A pull waits for an engine that shares two cores with another one's prompts.
 TIER = {"secondary_g2_slots": POOL}
 
 
@@ -291,8 +290,11 @@ def faults_of_hints(
                     f"vllm-kvcr hint printed another hint for prompt {number} at "
                     f"{server.name}: {done.stdout}{done.stderr}"
                 )
-            print(f"vllm-kvcr hint: {done.stderr.strip()}")
-            break
+            if hint:
+                print(f"vllm-kvcr hint: {done.stderr.strip()}")
+                break
+        else:
+            faults.append(f"vllm-kvcr hint knew no prompt at {server.name}")
     return faults
 
 
