@@ -13,6 +13,8 @@ from vllm_kvcr.plugin import register
 # Before any test module can import the adapter that vLLM ships.
 register()
 
+Report = pytest.TestReport | pytest.CollectReport
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -23,30 +25,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def _fail_if_skipped(
-    config: pytest.Config, report: pytest.TestReport | pytest.CollectReport
-) -> None:
+def _fail_if_skipped(config: pytest.Config, report: Report) -> Report:
     expected_failure = hasattr(report, "wasxfail")
     if report.skipped and config.getoption("--no-skips") and not expected_failure:
         report.outcome = "failed"
         reason = report.longrepr
         reason = reason[-1] if isinstance(reason, tuple) else reason
         report.longrepr = f"{report.nodeid}: no test may be skipped here. {reason}"
+    return report
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item,
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    _fail_if_skipped(item.config, report)
-    return report
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Report, Report]:
+    return _fail_if_skipped(item.config, (yield))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    report = yield
-    _fail_if_skipped(collector.config, report)
-    return report
+) -> Generator[None, Report, Report]:
+    return _fail_if_skipped(collector.config, (yield))

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -22,40 +21,28 @@ from packaging.requirements import Requirement
 
 class Environment:
     def __init__(self, python: str, index: dict) -> None:
-        ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        site = subprocess.check_output([python, "-c", ask], text=True)
-        self.site = Path(site.strip())
+        (self.site,) = Path(python).parents[1].glob("lib/python*/site-packages")
         self.index = index
 
-    def installed_version(self, name: str) -> str | None:
-        for found in metadata.distributions(name=name, path=[str(self.site)]):
-            return found.version
-        return None
-
     def install(self, requirement: Requirement, with_dependencies: bool) -> None:
-        name = requirement.name
-        installed = self.installed_version(name)
+        name, releases = requirement.name, self.index.get(requirement.name, {})
+        found = metadata.distributions(name=name, path=[str(self.site)])
+        installed = next((each.version for each in found), None)
         if installed is None or installed not in requirement.specifier:
-            versions = requirement.specifier.filter(self.index.get(name, {}))
-            version = max(versions, default=None)
+            version = max(requirement.specifier.filter(releases), default=None)
             if version is None:
                 sys.exit(f"No solution found: there is no {requirement}")
-            self.remove(name, installed)
+            if installed is not None:
+                for module in releases[installed]["modules"]:
+                    shutil.rmtree(self.site / module)
+                shutil.rmtree(self.metadata_folder(name, installed))
             self.write(name, version)
             installed = version
         if with_dependencies:
-            for required in self.index[name][installed]["requires"]:
-                dependency = Requirement(required)
-                if dependency.marker is None or dependency.marker.evaluate(
-                    {"extra": ""}
-                ):
+            for dependency in map(Requirement, releases[installed]["requires"]):
+                marker = dependency.marker
+                if marker is None or marker.evaluate({"extra": ""}):
                     self.install(dependency, with_dependencies)
-
-    def remove(self, name: str, version: str | None) -> None:
-        if version is not None:
-            for module in self.index[name][version]["modules"]:
-                shutil.rmtree(self.site / module)
-            shutil.rmtree(self.metadata_folder(name, version))
 
     def write(self, name: str, version: str) -> None:
         release = self.index[name][version]

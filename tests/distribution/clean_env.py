@@ -18,14 +18,9 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIER_FOLDER = REPOSITORY / "vllm/v1/kv_offload/tiering/kvcr"
-
 INSTALLED = Path(sysconfig.get_path("purelib"))
-
+_OFFLINE = ("--no-deps", "--no-index", "--no-build-isolation")
 _SECONDS = 280
-
-
-class InstallFailed(Exception):
-    """A packaging command failed; the text is its output."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +58,15 @@ class CleanEnv:
 
     def install(self, *what: str | Path) -> None:
         """pip install, without dependencies: those are linked in already."""
-        offline = ("--no-deps", "--no-index", "--no-build-isolation")
-        self._pip("install", *offline, *map(str, what))
+        self._pip("install", *_OFFLINE, *map(str, what))
 
     def uninstall(self) -> None:
         self._pip("uninstall", "--yes", "vllm-kvcr")
 
-    def run(
-        self, code: str, *arguments: str, **extra_environ: str
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, code: str, **extra_environ: str) -> subprocess.CompletedProcess[str]:
         """Run Python ``code`` there, away from the repository."""
         return subprocess.run(
-            [self.python, "-c", code, *arguments],
+            [self.python, "-c", code],
             capture_output=True,
             text=True,
             cwd=self.root,
@@ -96,8 +88,8 @@ def clean_environ(**extra: str) -> dict[str, str]:
 
 def build_wheel(target: Path) -> Path:
     """Build this project's wheel into the empty folder ``target``."""
-    offline = ("--no-deps", "--no-index", "--no-build-isolation")
-    _checked([sys.executable, "-m", "pip", "wheel", *offline, "-w", target, REPOSITORY])
+    pip = (sys.executable, "-m", "pip")
+    _checked([*pip, "wheel", *_OFFLINE, "-w", target, REPOSITORY])
     (wheel,) = target.glob("*.whl")
     return wheel
 
@@ -133,5 +125,4 @@ def _checked(command: list[str | os.PathLike[str]]) -> None:
         env=clean_environ(PIP_DISABLE_PIP_VERSION_CHECK="1"),
         timeout=_SECONDS,
     )
-    if done.returncode != 0:
-        raise InstallFailed(f"{command}\n{done.stdout}\n{done.stderr}")
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

@@ -19,16 +19,16 @@ COLD = Answer((1, 2), WORK.prompt_tokens, 0, 1.0)
 SERVED = Answer((1, 2), WORK.prompt_tokens, WORK.prompt_tokens - WORK.tail_tokens, 0.1)
 
 
-def test_without_a_gpu_it_says_so(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+@pytest.mark.parametrize(
+    ("has_gpu", "said"),
+    [(False, "skipped: torch "), (True, "skipped: vLLM's CUDA build is not")],
+)
+def test_without_a_gpu_or_a_build_for_it_that_is_said(
+    has_gpu: bool, said: str, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert gpu_check.main([]) == 0
-    assert capsys.readouterr().out.startswith("skipped: torch ")
-
-
-def test_a_build_for_the_cpu_is_none_for_cuda(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert gpu_check.main([]) == 0
-    assert "skipped: vLLM's CUDA build is not" in capsys.readouterr().out
+    assert said in capsys.readouterr().out
 
 
 def test_a_python_without_any_of_it_is_named() -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,10 @@ JUNIT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def outcome_of(folder: Path, second_test: str, status: int) -> Outcome:
+def outcome_of(folder: Path, second_test: str | None, status: int) -> Outcome:
     report = folder / "report.xml"
-    report.write_text(JUNIT % second_test)
+    if second_test is not None:
+        report.write_text(JUNIT % second_test)
     return read_junit(
         report, vllm="0.30.0", kvcr="0.1.0", with_engine=True, status=status, seconds=9
     )
@@ -47,22 +49,17 @@ def test_a_test_that_did_not_pass_is_named(tmp_path: Path, kind: str) -> None:
     assert outcome.verdict == "FAIL, 1 of 2 tests"
 
 
-def test_a_run_that_ends_badly_has_failed_whatever_it_reported(tmp_path: Path) -> None:
-    assert outcome_of(tmp_path, "", -signal.SIGSEGV).failures == [
-        "pytest ended with status -11"
-    ]
-
-
-def test_a_run_without_a_report_has_failed(tmp_path: Path) -> None:
-    outcome = read_junit(
-        tmp_path / "none.xml",
-        vllm="0.30.0",
-        kvcr="0.1.0",
-        with_engine=False,
-        status=-9,
-        seconds=1,
-    )
-    assert outcome.failures == ["no report; pytest ended with status -9"]
+@pytest.mark.parametrize(
+    ("second_test", "status", "failure"),
+    [
+        ("", -signal.SIGSEGV, "pytest ended with status -11"),
+        (None, -9, "no report; pytest ended with status -9"),
+    ],
+)
+def test_a_run_that_ends_badly_or_without_a_report_has_failed(
+    second_test: str | None, status: int, failure: str, tmp_path: Path
+) -> None:
+    assert outcome_of(tmp_path, second_test, status).failures == [failure]
 
 
 def test_the_table_has_a_cell_for_each_pair(tmp_path: Path) -> None:
@@ -167,11 +164,10 @@ def test_a_run_is_stopped_with_its_children(tmp_path: Path) -> None:
         "time.sleep(60)"
     )
     stop = threading.Event()
-    timer = threading.Timer(30, stop.set)
-    timer.start()
 
     def stop_once_started() -> None:
-        while not (pid.exists() and pid.read_text()) and not stop.is_set():
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not (pid.exists() and pid.read_text()):
             time.sleep(0.01)
         stop.set()
 
@@ -179,7 +175,6 @@ def test_a_run_is_stopped_with_its_children(tmp_path: Path) -> None:
     started = time.monotonic()
     command = [sys.executable, "-c", code]
     status = matrix._run_bounded(command, tmp_path, tmp_path / "log", stop)
-    timer.cancel()
     assert status < 0
     assert time.monotonic() - started < 20
     assert is_gone(int(pid.read_text()))
@@ -188,11 +183,9 @@ def test_a_run_is_stopped_with_its_children(tmp_path: Path) -> None:
 def is_gone(pid: int) -> bool:
     """Whether a process has ended, if need be within a moment."""
     for _ in range(200):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.01)
+        with suppress(FileNotFoundError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z":
+                time.sleep(0.01)
+                continue
+        return True
     return False

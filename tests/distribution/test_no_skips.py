@@ -40,7 +40,6 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
 )
 def test_skipped_tests_fail_and_are_named(run: Run, options, ci):
     done = run(*options, ci=ci)
-
     assert done.ret == pytest.ExitCode.TESTS_FAILED
     # A marked one fails as it is set up, which pytest calls an error.
     done.assert_outcomes(passed=1, failed=1, errors=1, xfailed=1)
@@ -50,9 +49,7 @@ def test_skipped_tests_fail_and_are_named(run: Run, options, ci):
 
 def test_a_skipped_module_fails_the_run(run: Run, pytester: pytest.Pytester):
     pytester.makepyfile(test_other=_MODULE)
-
     done = run("--no-skips")
-
     assert done.ret not in (pytest.ExitCode.OK, pytest.ExitCode.USAGE_ERROR)
     done.stdout.fnmatch_lines(["*test_other.py*no_such_package*"])
 
@@ -60,6 +57,5 @@ def test_a_skipped_module_fails_the_run(run: Run, pytester: pytest.Pytester):
 @pytest.mark.parametrize("ci", ["", "0", "false"])
 def test_elsewhere_a_skip_is_a_skip(run: Run, ci):
     done = run(ci=ci)
-
     assert done.ret == pytest.ExitCode.OK
     done.assert_outcomes(passed=1, skipped=2, xfailed=1)

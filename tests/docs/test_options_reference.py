@@ -27,8 +27,7 @@ def test_the_schema_is_up_to_date() -> None:
     assert options_reference.SCHEMA.read_text() == options_reference.schema(), AGAIN
 
 
-def test_the_schema_is_one_and_says_what_each_option_is_for() -> None:
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+def test_the_schema_says_what_each_option_is_for() -> None:
     for name, described in SCHEMA["properties"].items():
         assert name == "type" or described["description"]
 

@@ -72,13 +72,10 @@ def test_a_request_goes_where_it_is_cheapest(
     assert list(route.hashes) == HASHES[:hinted]
 
 
-def test_among_equals_the_work_is_shared() -> None:
+def test_among_equals_the_work_is_shared_and_slow_pulls_are_left_alone() -> None:
     engines = [engine("a"), engine("b")]
     engines[0].requests = 1
     assert router.choose(engines, LONG).engine.url == "b"
-
-
-def test_pulling_that_costs_more_than_computing_is_left_alone() -> None:
     route = router.choose([engine("a"), engine("b", 6, busy=200)], LONG, 1.5)
     assert (route.engine.url, route.source) == ("a", None)
 
@@ -105,15 +102,13 @@ def check(folder: Path, body: Callable[[Any, httpx.AsyncClient, Any], Any]) -> N
     """Run ``body`` with a router in front of two engines, of which ``a`` publishes."""
     a = Engine(folder)
     a.publish(*BOTH)
-    absent = f"ipc://{folder}/absent"
+    engines = [
+        ["http://a", a.events, "tcp://a:1", a.replay],
+        ["http://b", f"ipc://{folder}/absent", "tcp://b:1"],
+    ]
 
     async def run() -> None:
-        routed = router.Router(
-            [
-                ["http://a", a.events, "tcp://a:1", a.replay],
-                ["http://b", absent, "tcp://b:1"],
-            ]
-        )
+        routed = router.Router(engines)
         stand_ins = {"a": StandIn(), "b": StandIn()}
         routed._http = httpx.AsyncClient(
             mounts={
@@ -135,13 +130,18 @@ def check(folder: Path, body: Callable[[Any, httpx.AsyncClient, Any], Any]) -> N
         a.stop()
 
 
+async def sent(client: httpx.AsyncClient, engine: StandIn, prompt: list[int]) -> Any:
+    """A request that has reached this engine."""
+    sending = client.post("/v1/completions", json={"prompt": prompt})
+    request = asyncio.create_task(sending)
+    while not engine.asked:
+        await asyncio.sleep(0.001)
+    return request
+
+
 def test_the_hint_goes_with_the_request_and_the_answer_comes_back(tmp_path) -> None:
     async def body(stand_ins: Any, client: httpx.AsyncClient, routed: Any) -> None:
-        first = asyncio.create_task(
-            client.post("/v1/completions", json={"prompt": PROMPT})
-        )
-        while not stand_ins["a"].asked:
-            await asyncio.sleep(0.001)
+        first = await sent(client, stand_ins["a"], PROMPT)
         # It holds the prompt, and is busy with a longer one.
         routed.engines[0].outstanding = 100.0
         stand_ins["b"].may_answer.set()
@@ -168,11 +168,7 @@ def test_the_hint_goes_with_the_request_and_the_answer_comes_back(tmp_path) -> N
 def test_work_counts_until_it_is_done_or_given_up(tmp_path) -> None:
     async def body(stand_ins: Any, client: httpx.AsyncClient, routed: Any) -> None:
         other = [-1] * 50
-        request = asyncio.create_task(
-            client.post("/v1/completions", json={"prompt": other})
-        )
-        while not stand_ins["a"].asked:
-            await asyncio.sleep(0.001)
+        request = await sent(client, stand_ins["a"], other)
         assert (await client.get("/health")).json() == {"http://a": 50, "http://b": 0}
         request.cancel()
         await asyncio.wait([request])

@@ -4,6 +4,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,15 +25,7 @@ UNEQUAL = replace(AT_ONCE, hinted=(SERVED, replace(SERVED, token_ids=(2,))))
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     def check(*outcomes: Contact | Exception) -> int:
-        remaining = iter(outcomes)
-
-        def stand_in(*_: object, **__: object) -> Contact:
-            outcome = next(remaining)
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome
-
-        monkeypatch.setattr(first_contact, "contact", stand_in)
+        monkeypatch.setattr(first_contact, "contact", Mock(side_effect=outcomes))
         return first_contact.main(["--starts", str(len(outcomes))])
 
     return check

@@ -124,9 +124,7 @@ def test_a_first_contact_need_not_be_served(ledger: Ledger) -> None:
     assert faults(ledger, routed(10, False)) == ["no hint was ever served"]
 
 
-def test_a_hint_that_is_not_served_is_a_fault_unless_its_blocks_left(
-    ledger: Ledger,
-) -> None:
+def test_an_unserved_hint_is_a_fault_unless_its_blocks_left(ledger: Ledger) -> None:
     enter(ledger, 1, stored(POOL))
     made = routed(10, True), routed(20, False)
     (fault,) = faults(ledger, *made)
@@ -146,5 +144,5 @@ def test_a_hint_for_what_is_long_gone_is_a_fault(ledger: Ledger) -> None:
 
 def test_another_output_is_a_fault(ledger: Ledger) -> None:
     enter(ledger, 1, stored(POOL))
-    found = faults(ledger, routed(10, True), routed(20, True, output=2))
-    assert found == ["prompt 0 had two outputs"]
+    made = routed(10, True), routed(20, True, output=2)
+    assert faults(ledger, *made) == ["prompt 0 had two outputs"]

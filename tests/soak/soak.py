@@ -150,25 +150,21 @@ class Soak:
     def load(self) -> None:
         self._load(self._begin(None), self._some(OWN, 16))
 
-    def pull(self) -> None:
-        number = int(self._random.integers(len(self._peers)))
+    def pull(self, ends_at_once: bool = False) -> None:
+        port = self._peers[self._any_peer()].port
         keys = self._some(AT_PEERS, 8)
-        self._load(self._begin(make_hint(self._peers[number].port, keys)), keys)
+        self._load(self._begin(make_hint(port, keys)), keys, ends_at_once)
 
     def bad_hint(self) -> None:
-        names = list(BAD_HINTS)
-        hint = BAD_HINTS[names[int(self._random.integers(len(names)))]]
+        hint = list(BAD_HINTS.values())[int(self._random.integers(len(BAD_HINTS)))]
         self._load(self._begin(hint), self._some(OWN, 4))
 
     def abort(self) -> None:
         """A request that ends as soon as its load was submitted."""
-        peer = self._peers[int(self._random.integers(len(self._peers)))]
-        keys = self._some(AT_PEERS, 8)
-        context = self._begin(make_hint(peer.port, keys))
-        self._load(context, keys, ends_at_once=True)
+        self.pull(ends_at_once=True)
 
     def stop_or_continue(self) -> None:
-        number = int(self._random.integers(len(self._peers)))
+        number = self._any_peer()
         if number in self._stopped:
             self._peers[number].go_on()
             self._stopped.discard(number)
@@ -177,7 +173,7 @@ class Soak:
             self._stopped.add(number)
 
     def kill_and_replace(self) -> None:
-        number = int(self._random.integers(len(self._peers)))
+        number = self._any_peer()
         port = self._peers[number].port
         self._peers[number].kill()
         self._stopped.discard(number)
@@ -235,6 +231,9 @@ class Soak:
         self._stack.callback(peer.close)
         peer.call("hold", AT_PEERS)
         return peer
+
+    def _any_peer(self) -> int:
+        return int(self._random.integers(len(self._peers)))
 
     def _begin(self, hint: object | None) -> ReqContext:
         self._requests += 1

@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The CPU spec, telling a test which tier it made, and in which process."""
 
-import importlib
 import json
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 
 from vllm.v1.kv_offload.base import OffloadingManager
@@ -19,13 +19,10 @@ class ReportingSpec(CpuTieringOffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         manager = super().get_manager()
         (tier,) = manager.secondary_tiers  # type: ignore[attr-defined]
-        module = importlib.import_module(type(tier).__module__)
         report = {
             "process": multiprocessing.current_process().name,
-            "pid": os.getpid(),
             "class": type(tier).__name__,
-            "module": module.__name__,
-            "file": module.__file__,
+            "file": sys.modules[type(tier).__module__].__file__,
         }
         Path(os.environ[REPORT_VARIABLE]).write_text(json.dumps(report))
         return manager

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,42 +95,27 @@ def test_a_stage_that_was_served_has_no_faults() -> None:
 SAME_OUTPUTS = ((1, 2), (1, 2))
 
 
+def served(cold: Pass = COLD, **changes: Any) -> StageResult:
+    return StageResult(cold, replace(FROM_DRAM.served, **changes))
+
+
 @pytest.mark.parametrize(
     ("stage", "result", "fault"),
     [
         (DRAM_STAGE, StageResult(COLD, COLD), "no token .* DRAM pool"),
         (FILES_STAGE, FROM_DRAM, "no token .* files"),
-        (
-            DRAM_STAGE,
-            StageResult(COLD, replace(FROM_DRAM.served, cached_tokens=0)),
-            "reused only 0",
-        ),
-        (
-            DRAM_STAGE,
-            StageResult(replace(COLD, cached_tokens=32), FROM_DRAM.served),
-            "not cold",
-        ),
+        (DRAM_STAGE, served(cached_tokens=0), "reused only 0"),
+        (DRAM_STAGE, served(replace(COLD, cached_tokens=32)), "not cold"),
         (
             DRAM_STAGE,
             StageResult(COLD, repeated(local_deliver=7)),
             f"{TOKENS_PER_CHUNK} tokens were still in vLLM's caches",
         ),
+        (DRAM_STAGE, served(kept_tokens=32), "32 tokens were still in vLLM's caches"),
+        (DRAM_STAGE, served(outputs=((1, 2), (3, 5))), "only 1 of 2 outputs"),
         (
             DRAM_STAGE,
-            StageResult(COLD, replace(FROM_DRAM.served, kept_tokens=32)),
-            "32 tokens were still in vLLM's caches",
-        ),
-        (
-            DRAM_STAGE,
-            StageResult(COLD, replace(FROM_DRAM.served, outputs=((1, 2), (3, 5)))),
-            "only 1 of 2 outputs",
-        ),
-        (
-            DRAM_STAGE,
-            StageResult(
-                replace(COLD, outputs=SAME_OUTPUTS),
-                replace(FROM_DRAM.served, outputs=SAME_OUTPUTS),
-            ),
+            served(replace(COLD, outputs=SAME_OUTPUTS), outputs=SAME_OUTPUTS),
             "prove nothing",
         ),
     ],
@@ -137,9 +123,8 @@ SAME_OUTPUTS = ((1, 2), (1, 2))
 def test_each_way_not_to_be_served_is_a_fault(
     stage: Stage, result: StageResult, fault: str
 ) -> None:
-    faults = result.faults(stage)
-    assert len(faults) == 1
-    assert re.search(fault, faults[0])
+    (found,) = result.faults(stage)
+    assert re.search(fault, found)
 
 
 def run_program(
@@ -180,77 +165,61 @@ print(json.dumps({{"result": {asdict(FROM_FILES)!r}}}), file=events)
     assert os.listdir(tmp_path) == ["log"]
 
 
-def test_a_stage_that_dies_says_how_and_shows_the_end_of_its_log(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("print('out of luck', flush=True); os._exit(3)", "exit status 3.*out of luck"),
+        ("pass", "exit status 0"),
+        ("time.sleep(60)", "not finished after 2 s"),
+    ],
+)
+def test_a_stage_that_dies_or_hangs_or_has_no_result_says_so_and_shows_its_log(
+    program: str, says: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(StageFailed, match=r"(?s)exit status 3.*out of luck"):
-        run_program("print('out of luck', flush=True); os._exit(3)", tmp_path / "log")
+    with pytest.raises(StageFailed, match=f"(?s){says}"):
+        run_program(program, tmp_path / "log", seconds=2 if "sleep" in program else 30)
 
 
-def test_a_stage_without_a_result_failed(tmp_path: Path) -> None:
-    with pytest.raises(StageFailed, match="exit status 0"):
-        run_program("pass", tmp_path / "log")
+TIDY = """
+import signal, sys, time
+def stop(*_):
+    time.sleep(0.5)
+    print("cleaned up", flush=True)
+    sys.exit()
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+time.sleep(60)
+"""
+DEAF = TIDY.replace("stop)", "signal.SIG_IGN)")
 
 
-def test_a_stage_that_hangs_is_ended_with_all_its_processes(
+def test_what_outlives_a_stage_may_clean_up_and_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that ignore a polite request, and what the engine left in memory."""
-    monkeypatch.setattr(process_group, "STOP_SECONDS", 1.0)
-    heard: list[str] = []
-    started = time.monotonic()
-    with pytest.raises(StageFailed, match="not finished after 2 s"):
-        run_program(
-            """
-import signal
-deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
-child = subprocess.Popen([sys.executable, "-c", deaf])
-name = "/dev/shm/vllm_offload_" + json.loads(sys.argv[1])["engine_id"] + ".mmap"
-open(name, "w").close()
-print(json.dumps({"doing": f"{child.pid} {name}"}), file=events)
-time.sleep(60)
-""",
-            tmp_path / "log",
-            heard.append,
-            seconds=2,
-        )
-    assert time.monotonic() - started < 20
-    pid, name = heard[0].split()
-    assert not Path(name).exists()
-    wait_until_dead(int(pid))
-
-
-def test_processes_that_outlive_the_stage_may_finish_cleaning_up(
-    tmp_path: Path,
-) -> None:
-    """As vLLM's engine core does when the process that started it has failed."""
-    tidy = (
-        "import signal, sys, time\n"
-        "def stop(*_):\n"
-        "    time.sleep(0.5)\n"
-        "    print('cleaned up', flush=True)\n"
-        "    sys.exit()\n"
-        "signal.signal(signal.SIGTERM, stop)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(60)\n"
-    )
+    """Processes, one of which ignores a polite request, and what is left in memory."""
+    monkeypatch.setattr(process_group, "STOP_SECONDS", 2.0)
     log = tmp_path / "log"
     heard: list[str] = []
     with pytest.raises(StageFailed, match="exit status 4"):
         run_program(
             f"""
-child = subprocess.Popen([sys.executable, "-c", {tidy!r}])
-while "ready" not in open({str(log)!r}).read():
+pids = [subprocess.Popen([sys.executable, "-c", c]).pid for c in {[TIDY, DEAF]!r}]
+while open({str(log)!r}).read().count("ready") < 2:
     time.sleep(0.05)
-print(json.dumps({{"doing": str(child.pid)}}), file=events)
+name = "/dev/shm/vllm_offload_" + json.loads(sys.argv[1])["engine_id"] + ".mmap"
+open(name, "w").close()
+print(json.dumps({{"doing": f"{{pids[0]}} {{pids[1]}} {{name}}"}}), file=events)
 events.close()
 os._exit(4)
 """,
             log,
             heard.append,
         )
-    assert "cleaned up" in log.read_text()
-    wait_until_dead(int(heard[0]))
+    *pids, name = heard[0].split()
+    assert log.read_text().count("cleaned up") == 1
+    assert not Path(name).exists()
+    for pid in pids:
+        wait_until_dead(int(pid))
 
 
 def wait_until_dead(pid: int) -> None:
@@ -279,45 +248,41 @@ def test_a_folder_without_direct_io_is_named(
         require_direct_io(tmp_path)
 
 
-def stand_in(*answers: StageResult | Exception) -> Callable[..., StageResult]:
-    remaining = list(answers)
-
-    def run(
-        workload: Workload,
-        stage: Stage,
-        log: Path,
-        *,
-        tell: Callable[[str], None],
-        folder: Path | None,
-    ) -> StageResult:
-        tell("cold, prompt 1 of 2")
-        answer = remaining.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    return run
-
-
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "entry_points", lambda group, name: [object()])
 
 
-def test_demo_prints_what_was_measured_and_succeeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo, "run_stage", stand_in(FROM_DRAM, FROM_FILES))
-    log = tmp_path / "engine.log"
-    assert demo.main(["--log", str(log)]) == 0
+@pytest.fixture
+def run_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """The demo with these for its stages' results."""
+
+    def run_demo(*results: StageResult | Exception) -> int:
+        remaining = iter(results)
+
+        def run(*_: object, tell: Callable[[str], None], folder: object) -> StageResult:
+            tell("cold, prompt 1 of 2")
+            result = next(remaining)
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        monkeypatch.setattr(demo, "run_stage", run)
+        return demo.main(["--log", str(tmp_path / "log")])
+
+    return run_demo
+
+
+def table_of(printed: str) -> dict[str, list[str]]:
+    """The cells of each row that was printed, by the first one."""
+    rows = [line.strip("│ ").split("│") for line in printed.splitlines() if "│" in line]
+    return {first.strip(): [cell.strip() for cell in row] for first, *row in rows}
+
+
+def test_demo_prints_what_was_measured_and_succeeds(run_demo, tmp_path, capsys) -> None:
+    assert run_demo(FROM_DRAM, FROM_FILES) == 0
     printed = capsys.readouterr()
-    cells = {
-        line.strip("│ ").split("│")[0].strip(): [
-            cell.strip() for cell in line.strip("│ ").split("│")[1:]
-        ]
-        for line in printed.out.splitlines()
-        if "│" in line
-    }
+    cells = table_of(printed.out)
     assert cells["served from KVCR DRAM"] == ["1,024", "384"]
     assert cells["served from KVCR files"] == ["0", "640"]
     assert cells["computed again"] == ["16", "16"]
@@ -325,28 +290,21 @@ def test_demo_prints_what_was_measured_and_succeeds(
     assert cells["Time to first token, cold"] == ["600 ms", "600 ms"]
     assert cells["Output equals the cold one"] == ["yes (2 of 2)", "yes (2 of 2)"]
     assert all(len(line) <= 80 for line in printed.out.splitlines())
-    assert f"vLLM's log: {log}" in printed.err
+    assert f"vLLM's log: {tmp_path / 'log'}" in printed.err
     assert "KVCR files: cold, prompt 1 of 2" in printed.err
 
 
-def test_demo_fails_when_a_stage_was_not_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo, "run_stage", stand_in(FROM_DRAM, FROM_DRAM))
-    assert demo.main(["--log", str(tmp_path / "log")]) == 1
+def test_demo_fails_when_a_stage_was_not_served(run_demo, capsys) -> None:
+    assert run_demo(FROM_DRAM, FROM_DRAM) == 1
     assert "FAILED KVCR files: no token was served" in capsys.readouterr().out
 
 
-def test_demo_fails_when_a_stage_has_no_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_fails_when_a_stage_has_no_result(run_demo, tmp_path, capsys) -> None:
     failure = StageFailed("exit status 1; its log ends with\n  [no such thing]")
-    monkeypatch.setattr(demo, "run_stage", stand_in(failure))
-    log = tmp_path / "log"
-    assert demo.main(["--log", str(log)]) == 1
+    assert run_demo(failure) == 1
     printed = capsys.readouterr().err
     assert "[no such thing]" in printed
-    assert str(log) in printed
+    assert str(tmp_path / "log") in printed
 
 
 def test_demo_that_is_terminated_stops_its_engine(

@@ -14,15 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from tests.vllm_kvcr.publishing import (
-    BOTH,
-    FIRST,
-    PROMPT,
-    SECOND,
-    Engine,
-    removed,
-    stored,
-)
+from tests.vllm_kvcr.publishing import BOTH, FIRST, PROMPT, SECOND, Engine, stored
 from vllm_kvcr import cli
 
 SOURCE = "tcp://10.0.0.6:24990"
@@ -39,10 +31,6 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 def run(engine: Engine, *arguments: str) -> int:
     endpoints = ["--events", engine.events, "--source", SOURCE]
     return cli.main(["hint", *endpoints, *arguments])
-
-
-def replay(engine: Engine) -> list[str]:
-    return ["--replay", engine.replay]
 
 
 def hashes(printed: str) -> frozenset[int]:
@@ -62,27 +50,17 @@ def hashes(printed: str) -> frozenset[int]:
     ],
     ids=["commas", "JSON", "file", "text"],
 )
-def test_a_prompts_hint_is_printed(
-    engine, prompt, tmp_path, monkeypatch, capsys
-) -> None:
+def test_a_prompts_hint_is_printed(engine, prompt, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("prompt").write_text(TOKENS + "\n")
     words = Tokenizer(WordLevel({f"w{n}": n for n in PROMPT}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained("model")
     engine.publish(*BOTH)
-    assert run(engine, *prompt, *replay(engine)) == 0
+    assert run(engine, *prompt, "--replay", engine.replay) == 0
     printed = capsys.readouterr()
     assert hashes(printed.out) == {FIRST, SECOND}
     assert f"2 blocks, 8 of 10 tokens, can be pulled from {SOURCE}" in printed.err
-
-
-def test_what_is_gone_is_not_hinted(engine, capsys) -> None:
-    engine.publish(*BOTH)
-    engine.publish(removed(SECOND))
-    engine.publish(removed(FIRST), BOTH[0])
-    assert run(engine, "--tokens", TOKENS, *replay(engine)) == 0
-    assert hashes(capsys.readouterr().out) == {FIRST}
 
 
 def test_without_a_replay_it_waits_for_the_engine_to_publish(engine, capsys) -> None:
@@ -111,11 +89,7 @@ ON_GPU = [stored(None, FIRST, PROMPT[:4], "GPU")]
     [
         ([], ["--tokens", TOKENS], "self_describing_kv_events"),
         (NOTHING, ["--tokens", TOKENS], "first block"),
-        (
-            ON_GPU,
-            ["--tokens", TOKENS],
-            "are on the engine's GPU only",
-        ),
+        (ON_GPU, ["--tokens", TOKENS], "are on the engine's GPU only"),
         ([], ["--tokens", "one"], "--tokens: invalid literal"),
         ([], ["--tokens", "@absent"], "--tokens: [Errno 2]"),
         ([], ["--text", "one"], "--text needs --model"),
@@ -124,7 +98,7 @@ ON_GPU = [stored(None, FIRST, PROMPT[:4], "GPU")]
 )
 def test_why_there_is_no_hint(engine, events, arguments, message, capsys) -> None:
     engine.publish(*events)
-    assert run(engine, *arguments, *replay(engine)) == 1
+    assert run(engine, *arguments, "--replay", engine.replay) == 1
     printed = capsys.readouterr()
     assert message in printed.err
     assert not printed.out

@@ -106,15 +106,14 @@ def test_a_reset_forgets_everything(index: KvIndex) -> None:
     assert index.held(PROMPT) == []
 
 
-@pytest.mark.parametrize("adapter", [{"lora_name": "mine"}, {"lora_id": 3}])
-def test_blocks_of_an_adapter_are_left_out(
-    index: KvIndex, adapter: dict[str, Any]
+@pytest.mark.parametrize(
+    "more",
+    [{"lora_name": "mine"}, {"lora_id": 3}, {"token_ids": [], "block_size": 0}],
+    ids=["adapter", "its id", "undescribed"],
+)
+def test_blocks_of_an_adapter_or_that_nobody_describes_are_left_out(
+    index: KvIndex, more: dict[str, Any]
 ) -> None:
-    apply(index, stored(PRIMARY, **adapter))
-    assert index.held(PROMPT) == []
-
-
-def test_blocks_that_nobody_describes_are_left_out(index: KvIndex) -> None:
-    apply(index, stored(PRIMARY, token_ids=[], block_size=0))
+    apply(index, stored(PRIMARY, **more))
     assert index.block_tokens == 0
     assert index.held(PROMPT) == []

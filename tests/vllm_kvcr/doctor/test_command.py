@@ -5,7 +5,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,11 +35,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *findings: Finding | Exception) -> 
                 raise finding
             yield finding
 
-    def import_module(name: str) -> ModuleType:
+    def import_module(name: str) -> SimpleNamespace:
         assert name.rpartition(".")[2] in command.CHECKS
-        module = ModuleType(name)
-        module.check = check  # type: ignore[attr-defined]
-        return module
+        return SimpleNamespace(check=check)
 
     monkeypatch.setattr(command, "import_module", import_module)
 
@@ -49,24 +47,10 @@ def record(capsys: Any, *arguments: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("findings", "status"),
-    [
-        ([ok("good")], 0),
-        ([ok("good"), warn("hm", "do")], 0),
-        ([ok("good"), fail("bad", "do")], 1),
-    ],
-)
-def test_only_a_failure_makes_the_exit_status_one(
-    findings, status, monkeypatch, capsys
-):
-    pretend(monkeypatch, *findings)
-    assert record(capsys)[0] == status
-
-
 def test_the_record_has_each_finding_and_counts_them(monkeypatch, capsys):
     pretend(monkeypatch, ok("good", number=3), fail("bad", "do"))
-    _, told = record(capsys, "--only", "files", "--only", "memory")
+    status, told = record(capsys, "--only", "files", "--only", "memory")
+    assert status == 1
     assert told["summary"] == {"ok": 2, "warn": 0, "fail": 2}
     assert [c["check"] for c in told["checks"]] == ["files"] * 2 + ["memory"] * 2
     assert told["checks"][0] == {
@@ -79,7 +63,7 @@ def test_the_record_has_each_finding_and_counts_them(monkeypatch, capsys):
     assert set(told) == {"vllm_kvcr", "machine", "summary", "checks"}
 
 
-def test_a_check_that_breaks_is_a_warning_and_ends_no_other(monkeypatch, capsys):
+def test_a_check_that_breaks_is_a_warning_and_no_failure(monkeypatch, capsys):
     pretend(monkeypatch, ok("good"), RuntimeError("broken"))
     status, told = record(capsys)
     assert status == 0

@@ -17,6 +17,7 @@ from tests.vllm_kvcr.doctor.asking import (
     the_only,
     transfer,
 )
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.tiering.kvcr.backend import pool
 from vllm_kvcr.doctor import memory, packages, versions
 from vllm_kvcr.doctor.finding import Status
@@ -29,8 +30,9 @@ POOL = {"secondary_g2_slots": 8}
 # --- options -------------------------------------------------------------------------
 
 
-def test_valid_options_are_good():
-    assert the_only("options", setting(POOL)).status is Status.OK
+@pytest.mark.parametrize("check", ["options", "files", "network", "guard"])
+def test_a_pool_alone_is_good_and_needs_nothing_else(check):
+    assert the_only(check, setting(POOL)).status is Status.OK
 
 
 def test_tiers_inside_a_multi_connector_are_found():
@@ -74,31 +76,28 @@ def test_a_missing_configuration_is_a_warning_of_each_check_that_needs_one():
 # --- hashes --------------------------------------------------------------------------
 
 
-def test_engines_that_share_nothing_need_no_seed(monkeypatch):
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert the_only("hashing", setting(POOL)).status is Status.OK
-
-
-def test_a_seed_is_good_and_told(monkeypatch):
-    monkeypatch.setenv("PYTHONHASHSEED", "7")
-    told = the_only("hashing", setting(PEERS))
-    assert told.status is Status.OK
-    assert told.data == {"seed": "7"}
-
-
 @pytest.mark.parametrize(
-    ("has_default", "status"), [(True, Status.OK), (False, Status.WARN)]
+    ("tier", "seed", "has_default", "status"),
+    [
+        (POOL, None, False, Status.OK),
+        (PEERS, "7", False, Status.OK),
+        (PEERS, None, True, Status.OK),
+        (PEERS, None, False, Status.WARN),
+    ],
 )
-def test_without_a_seed_it_depends_on_vllms_default(monkeypatch, has_default, status):
-    from vllm.v1.core import kv_cache_utils
-
+def test_engines_that_share_blocks_need_one_seed_or_vllms_default(
+    monkeypatch, tier, seed, has_default, status
+):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    monkeypatch.delattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    name = "DEFAULT_NONE_HASH_SEED"
+    monkeypatch.delattr(kv_cache_utils, name, raising=False)
     if has_default:
-        monkeypatch.setattr(
-            kv_cache_utils, "DEFAULT_NONE_HASH_SEED", "x", raising=False
-        )
-    assert the_only("hashing", setting(PEERS)).status is status
+        monkeypatch.setattr(kv_cache_utils, name, "x", raising=False)
+    told = the_only("hashing", setting(tier))
+    assert told.status is status
+    assert told.data.get("seed") == seed
 
 
 def test_hashes_that_are_no_numbers_are_a_warning(monkeypatch):
@@ -122,23 +121,18 @@ def lines(about: Setting) -> dict[str, Any]:
     return found
 
 
-def test_memory_that_is_there_is_good(monkeypatch):
-    monkeypatch.setattr(pool, "available_memory", lambda: 100 * MIB)
-    found = lines(setting(POOL, chunk_bytes=MIB))
-    assert found["shm"].status is found["host"].status is Status.OK
-    assert found["host"].data["pools"] == 8 * MIB
-
-
-def test_each_local_rank_has_a_pool_of_its_own(monkeypatch):
-    ranks = {"control_ports": [24990, 24991]}
-    found = lines(setting(POOL | ranks, chunk_bytes=MIB))
-    assert found["host"].data["pools"] == 16 * MIB
-    assert found["host"].data["primary"] == 2 * MIB
-
-
-def test_a_pool_that_does_not_fit_fails(monkeypatch):
-    monkeypatch.setattr(pool, "available_memory", lambda: 8 * MIB)
-    assert lines(setting(POOL, chunk_bytes=MIB))["host"].status is Status.FAIL
+@pytest.mark.parametrize(
+    ("ports", "ranks"), [({}, 1), ({"control_ports": [24990, 24991]}, 2)]
+)
+def test_each_local_rank_has_a_pool_that_has_to_fit(monkeypatch, ports, ranks):
+    about = setting(POOL | ports, chunk_bytes=MIB)
+    for available, status in ((100 * MIB, Status.OK), (8 * MIB, Status.FAIL)):
+        monkeypatch.setattr(pool, "available_memory", lambda free=available: free)
+        found = lines(about)
+        assert found["shm"].status is Status.OK
+        assert found["host"].status is status
+        assert found["host"].data["pools"] == ranks * 8 * MIB
+        assert found["host"].data["primary"] == ranks * MIB
 
 
 def test_a_primary_tier_that_does_not_fit_in_shared_memory_fails(monkeypatch):
@@ -182,21 +176,23 @@ def test_the_releases_here_fit_together():
     assert told.data["capabilities"]
 
 
-def test_releases_that_do_not_fit_fail_with_the_command(monkeypatch):
+@pytest.mark.parametrize(
+    ("package", "version", "status", "remedy"),
+    [
+        ("nixl", "0.9.0", Status.FAIL, "pip install"),
+        ("vllm", "0.99.0", Status.WARN, ""),
+    ],
+)
+def test_releases_that_do_not_fit_fail_and_untested_ones_are_a_warning(
+    monkeypatch, package, version, status, remedy
+):
     found = packages.look_around()
-    found.versions["nixl"] = "0.9.0"
+    found.versions[package] = version
     monkeypatch.setattr(packages, "look_around", lambda: found)
     told = the_only("versions", Setting())
-    assert told.status is Status.FAIL
-    assert "nixl is 0.9.0" in told.text
-    assert told.remedy.startswith("pip install")
-
-
-def test_an_untested_release_is_a_warning(monkeypatch):
-    found = packages.look_around()
-    found.versions["vllm"] = "0.99.0"
-    monkeypatch.setattr(packages, "look_around", lambda: found)
-    assert the_only("versions", Setting()).status is Status.WARN
+    assert told.status is status
+    assert version in told.text
+    assert told.remedy.startswith(remedy)
 
 
 def test_an_absent_vllm_is_a_failure_and_no_crash(monkeypatch):

@@ -3,16 +3,22 @@
 """What the doctor finds out in processes of its own: plugins, backends, a transfer."""
 
 import os
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from tests.vllm_kvcr.doctor.asking import PEERS, setting, the_only
-from vllm_kvcr.doctor import adapter, backends, loopback
-from vllm_kvcr.doctor.child import Child, ChildFailed, ask
+from tests.vllm_kvcr.doctor.asking import PEERS, ask, setting, the_only
+from vllm_kvcr.doctor import adapter, backends, child, loopback
+from vllm_kvcr.doctor.child import Child, ChildFailed
 from vllm_kvcr.doctor.finding import Status
 
-POOL = {"secondary_g2_slots": 4}
+G3 = {"paths": ["/x"], "capacity_bytes_per_file": 4096}
+
+
+def with_files(**g3: Any) -> Any:
+    return setting({"secondary_g2_slots": 4, "g3": G3 | g3})
 
 
 # --- a child -------------------------------------------------------------------------
@@ -20,17 +26,16 @@ POOL = {"secondary_g2_slots": 4}
 
 def test_a_child_that_crashes_says_how_it_ended():
     with pytest.raises(ChildFailed, match=r"ended with status 1.*No module named"):
-        ask("vllm_kvcr.no_such_module", {}, 60)
+        child.ask("vllm_kvcr.no_such_module", {}, 60)
 
 
 def test_a_child_that_hangs_is_killed_when_its_time_is_over():
-    child = Child("vllm_kvcr.doctor.which_adapter", {})
-    pid = child._process.pid
-    with child:
+    hanging = Child("vllm_kvcr.doctor.which_adapter", {})
+    with hanging:
         with pytest.raises(ChildFailed, match="no answer in time"):
-            child.receive(0.0)
-        child.kill()
-    assert not os.path.exists(f"/proc/{pid}")
+            hanging.receive(0.0)
+        hanging.kill()
+    assert not os.path.exists(f"/proc/{hanging._process.pid}")
 
 
 # --- the adapter ---------------------------------------------------------------------
@@ -43,24 +48,22 @@ def test_vllm_takes_this_adapter(monkeypatch):
     assert told.data["tier"].endswith("manager.py")
 
 
-def test_a_filtered_plugin_is_named_as_the_reason(monkeypatch):
-    monkeypatch.setenv("VLLM_PLUGINS", "another")
-    told = the_only("adapter", setting())
-    assert told.status is Status.FAIL
-    assert "VLLM_PLUGINS='another'" in told.text
-
-
 @pytest.mark.parametrize(
-    ("entry_points", "part"), [([], "entry point"), (["kvcr"], "another plugin")]
+    ("plugins", "entry_points", "part"),
+    [
+        ("", ["kvcr"], "VLLM_PLUGINS='' leaves it out"),
+        ("another", ["kvcr"], "VLLM_PLUGINS='another' leaves it out"),
+        ("kvcr", [], "entry point"),
+        ("kvcr", ["kvcr"], "another plugin"),
+        (None, ["kvcr"], "another plugin"),
+    ],
 )
-def test_other_reasons_for_another_adapter(monkeypatch, entry_points, part):
-    class Named:
-        name = "kvcr"
-
+def test_why_another_adapter_serves(monkeypatch, plugins, entry_points, part):
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    monkeypatch.setattr(
-        adapter, "entry_points", lambda group: [Named() for _ in entry_points]
-    )
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    named = [SimpleNamespace(name=name) for name in entry_points]
+    monkeypatch.setattr(adapter, "entry_points", lambda group: named)
     answer = {"folder": "/elsewhere/kvcr", "tier": "/elsewhere", "error": None}
     monkeypatch.setattr(adapter, "ask", lambda *given: answer)
     told = the_only("adapter", setting())
@@ -70,9 +73,7 @@ def test_other_reasons_for_another_adapter(monkeypatch, entry_points, part):
 
 
 def test_vllm_that_cannot_start_fails(monkeypatch):
-    def broken(*given: Any) -> Any:
-        raise ChildFailed("the process was ended by SIGSEGV")
-
+    broken = MagicMock(side_effect=ChildFailed("the process was ended by SIGSEGV"))
     monkeypatch.setattr(adapter, "ask", broken)
     told = the_only("adapter", setting())
     assert told.status is Status.FAIL
@@ -82,29 +83,31 @@ def test_vllm_that_cannot_start_fails(monkeypatch):
 # --- backends ------------------------------------------------------------------------
 
 
-def test_backends_that_nixl_creates_are_good():
-    g3 = {"paths": ["/x"], "capacity_bytes_per_file": 4096, "backend": "POSIX"}
-    about = setting(POOL | {"g3": g3})
-    found = list(backends.check(about))
-    assert [(f.status, f.data["backend"]) for f in found] == [
-        (Status.OK, "UCX"),
-        (Status.OK, "POSIX"),
-    ]
-
-
-def test_a_backend_that_is_not_there_fails_and_says_what_is():
-    told = the_only("backends", setting(PEERS | {"remote_fw_dram_backend": "NONE"}))
-    assert told.status is Status.FAIL
-    assert "remote_fw_dram_backend" in told.remedy
-    assert "UCX" in told.remedy
-
-
-def test_files_default_that_is_not_there_is_a_warning_that_names_posix(monkeypatch):
-    g3 = {"paths": ["/x"], "capacity_bytes_per_file": 4096}
+def test_a_default_that_nixl_cannot_create_is_a_warning_that_names_one_it_can(
+    monkeypatch,
+):
     monkeypatch.setattr(backends, "_file_default", lambda: "NONE")
-    found = list(backends.check(setting(POOL | {"g3": g3})))
-    assert [f.status for f in found] == [Status.OK, Status.WARN]
-    assert '"backend": "POSIX"' in found[1].remedy
+    created, absent = ask("backends", with_files())
+    assert (created.status, created.data["backend"]) == (Status.OK, "UCX")
+    assert (absent.status, absent.data["backend"]) == (Status.WARN, "NONE")
+    assert "UCX" in absent.data["available"]
+    assert '"backend": "POSIX"' in absent.remedy
+
+
+def test_a_backend_that_was_chosen_and_is_not_there_fails(monkeypatch):
+    def only_ucx(name: str, options: dict[str, str]) -> tuple[list[str], str | None]:
+        return ["UCX"], None if name == "UCX" else "no such plugin"
+
+    monkeypatch.setattr(backends, "_try", only_ucx)
+    for about, option in (
+        (setting(PEERS | {"remote_fw_dram_backend": "NONE"}), "remote_fw_dram_backend"),
+        (with_files(backend="POSIX"), "g3.backend"),
+    ):
+        told = ask("backends", about)[-1]
+        assert told.status is Status.FAIL
+        assert "no such plugin" in told.text
+        assert option in told.remedy
+        assert "UCX" in told.remedy
 
 
 # --- the transfer --------------------------------------------------------------------
@@ -118,58 +121,25 @@ def test_a_transfer_between_two_processes_has_the_right_bytes():
     assert told.data["gigabytes_per_second"] > 0
 
 
-class Answering:
-    """Takes a child's place, and answers ``answers``; an exception is raised."""
-
-    answers: ClassVar[list[Any]]
-
-    def __init__(self, module: str, given: dict[str, Any]) -> None:
-        self._answers = list(self.answers)
-
-    def __enter__(self) -> "Answering":
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        pass
-
-    def send(self, value: Any) -> None:
-        pass
-
-    def kill(self) -> None:
-        pass
-
-    def receive(self, deadline: float) -> Any:
-        answer = self._answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
 @pytest.mark.parametrize(
     ("answers", "part"),
     [
         ([ChildFailed("ended by SIGSEGV")], "the source did not start: ended by SIG"),
         (["ready", ChildFailed("no answer in time")], "did not end: no answer in time"),
+        (["ready", {"asked": 4, "arrived": 3, "wrong": 0}], "3 of 4 blocks arrived"),
+        (["ready", {"asked": 4, "arrived": 4, "wrong": 1}], "wrong bytes"),
     ],
 )
-def test_a_transfer_that_does_not_start_or_end_fails(monkeypatch, answers, part):
-    monkeypatch.setattr(Answering, "answers", answers, raising=False)
-    monkeypatch.setattr(loopback, "Child", Answering)
-    told = the_only("loopback", setting(PEERS))
-    assert told.status is Status.FAIL
-    assert part in told.text
+def test_a_transfer_that_does_not_start_or_end_or_loses_blocks_fails(
+    monkeypatch, answers, part
+):
+    def answering(module: str, given: dict[str, Any]) -> MagicMock:
+        end = MagicMock()
+        end.__enter__.return_value = end
+        end.receive.side_effect = answers
+        return end
 
-
-@pytest.mark.parametrize(
-    ("pulled", "part"),
-    [
-        ({"asked": 4, "arrived": 3, "wrong": 0}, "3 of 4 blocks arrived"),
-        ({"asked": 4, "arrived": 4, "wrong": 1}, "wrong bytes"),
-    ],
-)
-def test_blocks_that_are_lost_or_wrong_fail(monkeypatch, pulled, part):
-    monkeypatch.setattr(Answering, "answers", ["ready", pulled], raising=False)
-    monkeypatch.setattr(loopback, "Child", Answering)
+    monkeypatch.setattr(loopback, "Child", answering)
     told = the_only("loopback", setting(PEERS))
     assert told.status is Status.FAIL
     assert part in told.text

@@ -78,12 +78,9 @@ def fitting(packages: Packages) -> Callable[..., Packages]:
 # --- what fits -------------------------------------------------------------------
 
 
-def test_what_is_installed_here_fits() -> None:
-    assert package_fault(look_around()) is None
-
-
-def test_what_is_installed_here_is_found() -> None:
+def test_what_is_installed_here_is_found_and_fits() -> None:
     found = look_around()
+    assert package_fault(found) is None
     assert {"vllm", "kvcr", "nixl", "torch"} <= found.versions.keys()
     assert found.nixl_pin == SpecifierSet(f"=={found.versions['nixl']}")
     assert {"kvcr", "nixl"} <= found.importable
@@ -120,66 +117,37 @@ def test_what_has_no_metadata_is_not_refused() -> None:
 
 # --- what does not ---------------------------------------------------------------
 
-
-def test_kvcr_absent(fitting: Callable[..., Packages]) -> None:
-    fault = fitting(kvcr=None).fault()
-    assert fault.text == "kvcr is not installed"
-    assert fault.command == "pip install 'kvcr>=0.1.0,<=0.1.1'"
-
-
-def test_the_placeholder_in_place_of_kvcr(fitting: Callable[..., Packages]) -> None:
-    packages = fitting(kvcr=None, nvidia_kvcr="0.0.1")
-    fault = packages.fault()
-    assert "not installed, only nvidia-kvcr, which is a placeholder" in fault.text
-    assert fault.command.startswith("pip uninstall -y nvidia-kvcr && pip install 'kvcr")
-    assert "nvidia-kvcr 0.0.1" in str(packages.look())
-
-
-def test_nixl_absent(fitting: Callable[..., Packages]) -> None:
-    fault = fitting(nixl=None, nixl_cu12=None, nixl_cu13=None).fault()
-    assert "kvcr 0.1.1 requires nixl==1.5.0" in fault.text
-    assert fault.command == "pip install 'nixl==1.5.0'"
-
-
-@pytest.mark.parametrize("version", ["1.3.2", "1.6.0"])
-def test_another_nixl_than_kvcr_requires(
-    fitting: Callable[..., Packages], version: str
-) -> None:
-    packages = fitting(nixl=version, nixl_cu12=version, nixl_cu13=version)
-    fault = packages.fault()
-    assert f"nixl is {version}, but kvcr 0.1.1 requires nixl==1.5.0" in fault.text
-    assert fault.command.endswith("nixl==1.5.0 nixl-cu13==1.5.0")
+KVCR = "pip install 'kvcr>=0.1.0,<=0.1.1'"
+ONLY_KVCR = f"pip uninstall -y nvidia-kvcr && {KVCR}"
+NIXLS = ("nixl", "nixl_cu12", "nixl_cu13")
+CU12, CU13 = " nixl==1.5.0 nixl-cu12==1.5.0", " nixl==1.5.0 nixl-cu13==1.5.0"
 
 
 @pytest.mark.parametrize(
-    ("torch", "missing"), [(CUDA12, "nixl_cu12"), (CUDA13, "nixl_cu13")]
+    ("versions", "text", "command"),
+    [
+        ({"kvcr": None}, "kvcr is not installed", KVCR),
+        ({"kvcr": None, "nvidia_kvcr": "0.0.1"}, "is a placeholder", ONLY_KVCR),
+        (dict.fromkeys(NIXLS), "kvcr 0.1.1 requires nixl==1.5.0", " 'nixl==1.5.0'"),
+        (dict.fromkeys(NIXLS, "1.3.2"), "is 1.3.2, but kvcr 0.1.1 requires", CU13),
+        (dict.fromkeys(NIXLS, "1.6.0"), "is 1.6.0, but kvcr 0.1.1 requires", CU13),
+        ({"nixl_cu12": None, "nixl_cu13": None}, "nixl-cu13, which is not in", CU13),
+        ({"torch": CUDA12, "nixl_cu12": None}, "not installed; torch is built", CU12),
+        ({"torch": CUDA13, "nixl_cu13": None}, "not installed; torch is built", CU13),
+        ({"torch": CUDA12, "nixl_cu12": "1.3.2"}, "which it loads, is 1.3.2", CU12),
+        ({"torch": CUDA13, "nixl_cu13": "1.3.2"}, "which it loads, is 1.3.2", CU13),
+        ({"torch": CPU, "nixl_cu13": "1.3.2"}, "which it loads, is 1.3.2", CU13),
+    ],
 )
-def test_no_nixl_wheel_for_torchs_cuda(
-    fitting: Callable[..., Packages], torch: str, missing: str
+def test_what_does_not_work_is_refused_with_the_command(
+    fitting: Callable[..., Packages],
+    versions: dict[str, str | None],
+    text: str,
+    command: str,
 ) -> None:
-    fault = fitting(torch=torch, **{missing: None}).fault()
-    wheel = missing.replace("_", "-")
-    assert f"nixl 1.5.0 needs {wheel}, which is not installed" in fault.text
-    assert f"torch is built for CUDA {missing[-2:]}" in fault.text
-    assert fault.command.endswith(f"nixl==1.5.0 {wheel}==1.5.0")
-
-
-def test_no_nixl_wheel_at_all(fitting: Callable[..., Packages]) -> None:
-    fault = fitting(nixl_cu12=None, nixl_cu13=None).fault()
-    assert "nixl 1.5.0 needs nixl-cu13, which is not installed" in fault.text
-
-
-@pytest.mark.parametrize(
-    ("torch", "used"),
-    [(CUDA12, "nixl_cu12"), (CUDA13, "nixl_cu13"), (CPU, "nixl_cu13")],
-)
-def test_the_wheel_that_nixl_loads_is_of_another_release(
-    fitting: Callable[..., Packages], torch: str, used: str
-) -> None:
-    fault = fitting(torch=torch, **{used: "1.3.2"}).fault()
-    wheel = used.replace("_", "-")
-    assert f"nixl is 1.5.0, but {wheel}, which it loads, is 1.3.2" in fault.text
-    assert fault.command.endswith(f"nixl==1.5.0 {wheel}==1.5.0")
+    fault = fitting(**versions).fault()
+    assert text in fault.text
+    assert fault.command.endswith(command)
 
 
 def test_a_wheel_alone_is_held_to_what_kvcr_requires(
@@ -211,9 +179,7 @@ def test_wheels_that_overwrite_each_other(packages: Packages) -> None:
     )
 
 
-def test_wheels_that_share_a_file_of_equal_content_are_fine(
-    packages: Packages,
-) -> None:
+def test_wheels_that_share_an_equal_file_are_fine(packages: Packages) -> None:
     packages.add("kvcr", "0.1.1", KVCR_REQUIRES)
     packages.add("nixl", "1.5.0")
     for cuda in ("12", "13"):
@@ -234,7 +200,8 @@ def test_metadata_whose_files_are_gone(
 
 
 def test_all_packages_are_named(fitting: Callable[..., Packages]) -> None:
-    assert str(fitting(torch=CUDA13, nixl_cu13=None).look()) == (
-        "vllm 0.33.0, kvcr 0.1.1, nixl 1.5.0, nixl-cu12 1.5.0, nixl-cu13 not "
-        "installed, torch 2.13.0+cu130 for CUDA 13"
+    packages = fitting(torch=CUDA13, nixl_cu13=None, nvidia_kvcr="0.0.1")
+    assert str(packages.look()) == (
+        "vllm 0.33.0, kvcr 0.1.1, nvidia-kvcr 0.0.1, nixl 1.5.0, nixl-cu12 1.5.0, "
+        "nixl-cu13 not installed, torch 2.13.0+cu130 for CUDA 13"
     )

@@ -83,21 +83,18 @@ def test_the_command_starts_a_service_that_the_doctor_finds_good(service, folder
     assert holding.data["slots"] == 8
 
 
-def test_another_digest_fails_and_both_are_named(service, folder):
-    (text,) = failures("guard", Setting(config(folder, compatibility_digest="b/2")))
-    assert "'b/2'" in text
-    assert f"'{DIGEST}'" in text
-
-
-def test_fewer_guards_than_local_ranks_fail(service, folder):
-    two = config(folder, control_ports=[24990, 24991])
-    (text,) = failures("guard", Setting(two))
-    assert "1 guards" in text
-
-
-def test_a_pool_smaller_than_a_chunk_fails(service, folder):
-    (text,) = failures("guard", Setting(config(folder), chunk_bytes=9 * MIB))
-    assert "smaller than one chunk" in text
+@pytest.mark.parametrize(
+    ("tier", "chunk_bytes", "parts"),
+    [
+        ({"compatibility_digest": "b/2"}, None, ["'b/2'", f"'{DIGEST}'"]),
+        ({"control_ports": [24990, 24991]}, None, ["1 guards"]),
+        ({}, 9 * MIB, ["smaller than one chunk"]),
+    ],
+)
+def test_a_service_that_does_not_fit_fails(service, folder, tier, chunk_bytes, parts):
+    about = Setting(config(folder, **tier), chunk_bytes=chunk_bytes)
+    (text,) = failures("guard", about)
+    assert all(part in text for part in parts)
 
 
 def test_a_digest_that_only_the_model_tells_is_a_warning(service, folder):
@@ -125,11 +122,6 @@ def test_a_socket_at_which_nothing_listens_fails(tmp_path):
     (text,) = failures("guard", Setting(config(tmp_path)))
     assert "no service answers" in text
     assert failures("guard", Setting(config(tmp_path / "absent")))
-
-
-def test_without_a_service_there_is_nothing_to_check():
-    (told,) = ask("guard", Setting(transfer({"secondary_g2_slots": 1})))
-    assert told.status is Status.OK
 
 
 # --- the command line ----------------------------------------------------------------

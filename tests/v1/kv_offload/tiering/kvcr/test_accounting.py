@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Whatever KVCR answers, in whatever pieces: one result for each job, and true."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hypothesis import settings
@@ -11,6 +12,7 @@ from kvcr.types import OpEntryStatus
 
 from tests.v1.kv_offload.tiering.kvcr.builders import key
 from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig
+from tests.v1.kv_offload.tiering.kvcr.staging_rigs import FILES
 from tests.v1.kv_offload.tiering.kvcr.standin import (
     AT_PEER,
     FAILED,
@@ -53,7 +55,6 @@ class Jobs(RuleBasedStateMachine):
         self.jobs: dict[int, Given] = {}
         # What KVCR said first of each block of each operation.
         self.said: dict[tuple[int, bytes], OpEntryStatus] = {}
-        self.unsaid: list[tuple[int, dict[bytes, OpEntryStatus]]] = []
 
     @rule(chosen=KEYS, is_load=st.booleans())
     def submit(self, chosen: list[Any], is_load: bool) -> None:
@@ -71,21 +72,13 @@ class Jobs(RuleBasedStateMachine):
         self.rig.kvcr.statuses[key(number)] = status
 
     @precondition(lambda self: self.rig.kvcr.operations)
-    @rule(data=st.data())
-    def answer_some(self, data: st.DataObject) -> None:
-        """A piece of any operation: new, repeated, or of one that is long over."""
+    @rule(data=st.data(), surplus=st.lists(st.integers(50, 60).map(key), max_size=1))
+    def answer_some(self, data: st.DataObject, surplus: list[Any]) -> None:
+        """A piece of any operation: new, repeated, too much, or of one long over."""
         handle = data.draw(st.sampled_from(sorted(self.rig.kvcr.operations)))
         blocks = sorted(self.rig.kvcr.operations[handle].blocks)
         chosen = data.draw(st.lists(st.sampled_from(blocks), unique=True))
-        self._answer(handle, {block: data.draw(STATUSES) for block in chosen})
-
-    @precondition(lambda self: self.rig.kvcr.operations)
-    @rule(data=st.data(), number=st.integers(50, 60))
-    def answer_too_much(self, data: st.DataObject, number: int) -> None:
-        handle = data.draw(st.sampled_from(sorted(self.rig.kvcr.operations)))
-        blocks = self.rig.kvcr.operations[handle].blocks
-        status = data.draw(STATUSES)
-        self._answer(handle, dict.fromkeys(blocks, status), {key(number): FAILED})
+        self._answer(handle, {block: data.draw(STATUSES) for block in chosen}, surplus)
 
     @rule(
         handle=st.integers(-5, 0) | st.integers(10**6, 10**6 + 5), number=st.integers()
@@ -124,11 +117,11 @@ class Jobs(RuleBasedStateMachine):
         self,
         handle: int,
         statuses: dict[bytes, OpEntryStatus],
-        surplus: dict[bytes, OpEntryStatus] | None = None,
+        surplus: Sequence[bytes] = (),
     ) -> None:
         for block, status in statuses.items():
             self.said.setdefault((handle, block), status)
-        self.rig.kvcr.complete(handle, statuses | (surplus or {}))
+        self.rig.kvcr.complete(handle, statuses | dict.fromkeys(surplus, FAILED))
 
     def _was_delivered(self, job: Given, block: bytes) -> bool:
         return any(
@@ -144,11 +137,7 @@ class LandingJobs(Jobs):
     """The same where blocks from files land in KVCR's pool first."""
 
     standin = FetchingStandin
-    options = {  # noqa: RUF012
-        "secondary_g2_slots": 16,
-        "g3": {"paths": "g3.data", "capacity_bytes_per_file": 16 * ROW_BYTES},
-        "verify_blocks": False,
-    }
+    options = FILES
 
 
 SETTINGS = settings(max_examples=60, stateful_step_count=30, deadline=None)

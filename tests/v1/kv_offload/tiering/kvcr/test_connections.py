@@ -22,21 +22,13 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.connections import (
 )
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.skipped = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.skipped
-
-
 class Rig:
     def __init__(self) -> None:
         self.closed: list[tuple[str, list[int]]] = []
-        self.clock = Clock()
+        self.skipped = 0.0
         self.connections = Connections(
             lambda endpoint, writes: self.closed.append((endpoint, writes)),
-            clock=self.clock,
+            clock=lambda: time.monotonic() + self.skipped,
         )
         self.listeners: list[zmq.Socket] = []
 
@@ -59,6 +51,30 @@ class Rig:
 
         wait_until(done, "messages")
         return messages
+
+    def pull(self, name: str, port: int) -> zmq.Socket:
+        """Ask a peer for blocks; it listens from now on."""
+        listener = self.listen(port)
+        self.connections.send(name, b"pull", pulls=True)
+        assert self.received(listener) == [b"pull"]
+        return listener
+
+    def address(self, name: str) -> str | None:
+        self.connections.flush()
+        return self.connections._connections[name].address
+
+    def is_lost(self, name: str) -> bool:
+        self.connections.flush()
+        return self.connections.is_lost(name)
+
+    def stays(self, name: str) -> bool:
+        """Whether a peer is still not lost when it could long have been."""
+        for _ in range(30):
+            time.sleep(0.01)
+            self.skipped += module._LOST_S / 4
+            if self.is_lost(name):
+                return False
+        return True
 
     def close(self) -> None:
         self.connections.close()
@@ -179,7 +195,7 @@ def test_an_idle_connection_is_closed_unless_memory_depends_on_it(rig: Rig) -> N
     rig.connections.send(idle, b"hello", once=True)
     rig.connections.send(probed, b"probe", pulls=True)
     rig.connections.flush()
-    rig.clock.skipped = module._IDLE_S + 1
+    rig.skipped = module._IDLE_S + 1
     rig.connections.flush()
     assert [name for name, _ in rig.closed] == [idle]
 
@@ -201,26 +217,14 @@ def test_what_cannot_be_dialled_opens_nothing(rig: Rig, bad: str) -> None:
     assert len(rig.connections) == 0
 
 
-def test_a_name_is_resolved_beside(rig: Rig, names: dict[str, Any]) -> None:
-    port = free_port()
-    names["peer.example"] = LOCALHOST
-    listener = rig.listen(port)
-    assert rig.connections.send(endpoint(port, "peer.example"), b"x", write=1)
-    assert rig.received(listener) == [b"x"]
-
-
 def test_a_name_that_is_none_fails_what_waited_for_it(
     rig: Rig, names: dict[str, Any]
 ) -> None:
     names["nobody.example"] = None
     nobody = endpoint(9, "nobody.example")
     assert rig.connections.send(nobody, b"x", write=1)
-
-    def told() -> list[Any]:
-        rig.connections.flush()
-        return rig.closed
-
-    assert wait_until(told, "an answer") == [(nobody, [1])]
+    wait_until(lambda: rig.connections.flush() or rig.closed, "an answer")
+    assert rig.closed == [(nobody, [1])]
 
 
 def test_a_name_server_that_hangs_holds_up_nobody_else(
@@ -246,23 +250,20 @@ def test_a_name_server_that_hangs_holds_up_nobody_else(
     wait_until(lambda: not any(t.is_alive() for t in workers), "the threads")
 
 
-def test_a_name_that_moves_is_followed(
-    rig: Rig, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def move(rig: Rig, names: dict[str, Any], moving: str, address: str) -> None:
+    names["peer.example"] = address
+    rig.skipped += module._NAME_LIFETIME_S + 1
+    rig.connections.send(moving, b"again", pulls=True)
+
+
+def test_a_name_that_moves_is_followed(rig: Rig, names: dict[str, Any]) -> None:
     port = free_port()
     names["peer.example"] = "127.0.0.9"
     moving = endpoint(port, "peer.example")
     rig.connections.send(moving, b"hello", pulls=True)
-    wait_until(lambda: rig.connections.flush() or _address(rig, moving), "a name")
-    assert _address(rig, moving) == "127.0.0.9"
-    names["peer.example"] = LOCALHOST
-    rig.clock.skipped = module._NAME_LIFETIME_S + 1
-    rig.connections.send(moving, b"again", pulls=True)
+    wait_until(lambda: rig.address(moving) == "127.0.0.9", "a name")
+    move(rig, names, moving, LOCALHOST)
     assert rig.received(rig.listen(port), 2) == [b"hello", b"again"]
-
-
-def _address(rig: Rig, name: str) -> str | None:
-    return rig.connections._connections[name].address
 
 
 def test_closing_is_quick_whatever_waits(rig: Rig) -> None:
@@ -276,24 +277,19 @@ def test_closing_is_quick_whatever_waits(rig: Rig) -> None:
 # --- peers that die --------------------------------------------------------------
 
 
-def flushed(rig: Rig, endpoint: str) -> bool:
-    rig.connections.flush()
-    return rig.connections.is_lost(endpoint)
-
-
-def test_a_connection_that_the_peer_has_closed_is_lost_until_it_is_back(
-    rig: Rig,
-) -> None:
+def test_a_closed_connection_is_lost_until_it_is_back_or_dropped(rig: Rig) -> None:
     port = free_port()
-    endpoint = f"tcp://{LOCALHOST}:{port}"
-    listener = rig.listen(port)
-    rig.connections.send(endpoint, b"pull", pulls=True)
-    rig.received(listener)
-    assert not flushed(rig, endpoint)
+    peer = endpoint(port)
+    listener = rig.pull(peer, port)
+    assert not rig.is_lost(peer)
     listener.close()
-    wait_until(lambda: flushed(rig, endpoint), "the loss")
-    rig.listen(port)
-    wait_until(lambda: not flushed(rig, endpoint), "its return")
+    wait_until(lambda: rig.is_lost(peer), "the loss")
+    listener = rig.listen(port)
+    wait_until(lambda: not rig.is_lost(peer), "its return")
+    listener.close()
+    wait_until(lambda: rig.is_lost(peer), "the next loss")
+    rig.connections.drop(peer)
+    assert not rig.connections.is_lost(peer)
 
 
 @pytest.mark.parametrize("pulls", [True, False])
@@ -301,62 +297,26 @@ def test_who_was_never_reached_or_asked_for_blocks_is_not_lost(
     rig: Rig, pulls: bool
 ) -> None:
     port = free_port()
-    endpoint = f"tcp://{LOCALHOST}:{port}"
+    peer = endpoint(port)
+    rig.connections.send(peer, b"x", pulls=pulls)
     if not pulls:
         listener = rig.listen(port)
-        rig.connections.send(endpoint, b"introduction")
         rig.received(listener)
         listener.close()
-    else:
-        rig.connections.send(endpoint, b"pull", pulls=True)
-    ends_at = time.monotonic() + 4 * module._LOST_S
-    while time.monotonic() < ends_at:
-        assert not flushed(rig, endpoint)
+    assert rig.stays(peer)
 
 
-def test_a_name_that_moves_loses_nobody(rig: Rig, names: dict[str, Any]) -> None:
-    port = free_port()
-    names["peer.example"] = LOCALHOST
-    moving = endpoint(port, "peer.example")
-    rig.connections.send(moving, b"pull", pulls=True)
-    rig.received(rig.listen(port))
-    names["peer.example"] = "127.0.0.9"
-    rig.clock.skipped = module._NAME_LIFETIME_S + 1
-    rig.connections.send(moving, b"again", pulls=True)
-    wait_until(
-        lambda: rig.connections.flush() or _address(rig, moving) == "127.0.0.9",
-        "the new address",
-    )
-    ends_at = time.monotonic() + 4 * module._LOST_S
-    while time.monotonic() < ends_at:
-        assert not flushed(rig, moving)
-
-
-def test_a_lost_peer_that_moved_is_not_lost_at_its_new_address(
-    rig: Rig, names: dict[str, Any]
+@pytest.mark.parametrize("died", [False, True])
+def test_a_peer_that_moved_is_not_lost_at_its_new_address(
+    rig: Rig, names: dict[str, Any], died: bool
 ) -> None:
     port = free_port()
     names["peer.example"] = LOCALHOST
     moving = endpoint(port, "peer.example")
-    rig.connections.send(moving, b"pull", pulls=True)
-    listener = rig.listen(port)
-    rig.received(listener)
-    listener.close()
-    wait_until(lambda: flushed(rig, moving), "the loss")
-    names["peer.example"] = "127.0.0.9"
-    rig.clock.skipped = module._NAME_LIFETIME_S + 1
-    rig.connections.send(moving, b"again", pulls=True)
-    wait_until(lambda: not flushed(rig, moving), "the new address")
-    assert _address(rig, moving) == "127.0.0.9"
-
-
-def test_a_dropped_connection_is_not_lost(rig: Rig) -> None:
-    port = free_port()
-    endpoint = f"tcp://{LOCALHOST}:{port}"
-    listener = rig.listen(port)
-    rig.connections.send(endpoint, b"pull", pulls=True)
-    rig.received(listener)
-    listener.close()
-    wait_until(lambda: flushed(rig, endpoint), "the loss")
-    rig.connections.drop(endpoint)
-    assert not rig.connections.is_lost(endpoint)
+    listener = rig.pull(moving, port)
+    if died:
+        listener.close()
+        wait_until(lambda: rig.is_lost(moving), "the loss")
+    move(rig, names, moving, "127.0.0.9")
+    wait_until(lambda: rig.address(moving) == "127.0.0.9", "the new address")
+    assert rig.stays(moving)

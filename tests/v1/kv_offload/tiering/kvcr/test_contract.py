@@ -6,18 +6,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.v1.kv_offload.tiering.kvcr.builders import (
     LOCALHOST,
     free_port,
     hint,
-    keys,
     request,
 )
 from tests.v1.kv_offload.tiering.kvcr.contract import (
     BlockContract,
+    Contract,
     PullContract,
     SourceContract,
     TierContract,
@@ -30,6 +29,14 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 # Not to be mistaken for a dead KVCR where other work takes the processors.
 PATIENT = {"operation_timeout_ms": 10_000}
 PEER = {"control_host": LOCALHOST, "control_advertise_host": LOCALHOST}
+
+
+def real_rig(contract: type[Contract], **options: Any) -> Rig:
+    return Rig(rows=contract.rows, **PATIENT, **options)
+
+
+def peers() -> dict[str, Any]:
+    return {"control_ports": [free_port()]} | PEER
 
 
 class TestStandin(TierContract, SourceContract):
@@ -66,9 +73,7 @@ class TestPool(TierContract):
 
     @classmethod
     def make(cls, disk: Path, **options: Any) -> Rig:
-        return Rig(
-            rows=cls.rows, secondary_g2_slots=cls.pool_slots, **PATIENT, **options
-        )
+        return real_rig(cls, secondary_g2_slots=cls.pool_slots, **options)
 
 
 class TestPoolAndFiles(TierContract):
@@ -84,13 +89,7 @@ class TestPoolAndFiles(TierContract):
             "capacity_bytes_per_file": cls.file_slots * ROW_BYTES,
             "backend": "POSIX",
         }
-        return Rig(
-            rows=cls.rows,
-            secondary_g2_slots=cls.pool_slots,
-            g3=g3,
-            **PATIENT,
-            **options,
-        )
+        return real_rig(cls, secondary_g2_slots=cls.pool_slots, g3=g3, **options)
 
 
 class RealPeers(PullContract):
@@ -101,13 +100,7 @@ class RealPeers(PullContract):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def peer(cls) -> Iterator[None]:
-        cls.sink = Rig(
-            rows=cls.rows,
-            control_ports=[free_port()],
-            max_pull_blocks=cls.rows,
-            **PEER,
-            **PATIENT,
-        )
+        cls.sink = real_rig(cls, max_pull_blocks=cls.rows, **peers())
         yield
         cls.sink.close()
 
@@ -143,14 +136,7 @@ class TestPeersAndPool(TierContract, SourceContract, RealPeers):
 
     @classmethod
     def make(cls, disk: Path, **options: Any) -> Rig:
-        return Rig(
-            rows=cls.rows,
-            secondary_g2_slots=cls.pool_slots,
-            control_ports=[free_port()],
-            **PEER,
-            **PATIENT,
-            **options,
-        )
+        return real_rig(cls, secondary_g2_slots=cls.pool_slots, **peers(), **options)
 
 
 class ServedRig(Rig):
@@ -184,40 +170,13 @@ class TestService(BlockContract, RealPeers):
             service.close()
             raise
 
-    def test_the_next_engine_finds_what_the_last_one_stored(self, rigs: Any) -> None:
-        first = rigs()
-        stored = self.fresh(4)
-        written = first.fill(range(4))
-        job = first.store(stored, range(4))
-        # Under way still: a shutdown finishes it.
-        first.tier.shutdown()
-        assert first.result_of(job).success
-        second = ServedRig(first.service, rows=self.rows)
-        try:
-            assert second.hits(stored) == stored
-            assert second.result_of(second.load(stored, range(8, 12))).success
-            assert np.array_equal(second.memory[8:12], written)
-        finally:
-            second.close()
-
 
 class TestPeersOnly(SourceContract, RealPeers):
     """Peers, and no storage of its own."""
 
     @classmethod
     def make(cls, disk: Path, **options: Any) -> Rig:
-        return Rig(
-            rows=cls.rows, control_ports=[free_port()], **PEER, **PATIENT, **options
-        )
-
-    def test_a_hundred_stores_succeed_and_copy_nothing(self, rigs: Any) -> None:
-        rig = rigs(enable_telemetry=True)
-        for number, each in enumerate(keys(100)):
-            assert rig.result_of(rig.store([each], [number % self.rows])).success
-        stats = rig.tier.get_stats()
-        assert not any("transfer" in name for name in stats.data["data"])
-        assert not any("lost" in name for name in stats.data["data"])
-        assert rig.hits(keys(100)) == []
+        return real_rig(cls, **peers(), **options)
 
 
 class TestPeersStraightToThePrimary(SourceContract, RealPeers):
@@ -225,11 +184,4 @@ class TestPeersStraightToThePrimary(SourceContract, RealPeers):
 
     @classmethod
     def make(cls, disk: Path, **options: Any) -> Rig:
-        return Rig(
-            rows=cls.rows,
-            control_ports=[free_port()],
-            remote_landing="primary",
-            **PEER,
-            **PATIENT,
-            **options,
-        )
+        return real_rig(cls, remote_landing="primary", **peers(), **options)

@@ -2,32 +2,20 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The registry of secondary tiers: each type resolves, and lazily."""
 
-import ast
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.v1.kv_offload.tiering.kvcr.conftest import CHECKOUT, TIER_PACKAGE
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-
-TIER_PACKAGE = "vllm.v1.kv_offload.tiering.kvcr"
-CHECKOUT = Path(__file__).resolve().parents[5]
-
-# Optional: vLLM starts, and every other tier works, without the package kvcr.
-OPTIONAL = {"kvcr": "kvcr"}
 
 
 @pytest.mark.parametrize("tier_type", sorted(SecondaryTierFactory._registry))
 def test_every_registered_tier_can_be_imported(tier_type: str) -> None:
-    package = OPTIONAL.get(tier_type)
-    if package is not None and importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is optional and not installed")
     tier_class = SecondaryTierFactory.get_tier_class({"type": tier_type})
     assert issubclass(tier_class, SecondaryTierManager)
 
@@ -40,16 +28,6 @@ def test_kvcr_is_registered_under_the_agreed_names() -> None:
     assert manager.__name__ == f"{TIER_PACKAGE}.manager"
 
 
-def test_the_packages_init_imports_nothing() -> None:
-    spec = importlib.util.find_spec(TIER_PACKAGE)
-    assert spec is not None
-    assert spec.origin is not None
-    (only,) = ast.parse(Path(spec.origin).read_text()).body
-    assert isinstance(only, ast.Expr)
-    assert isinstance(only.value, ast.Constant)
-
-
-# One process that answers everything, because importing vLLM takes seconds.
 WITHOUT_KVCR = """
 import importlib.metadata, json, sys
 
@@ -89,9 +67,7 @@ print("\\n" + json.dumps(seen))
 """
 
 
-@pytest.fixture(scope="module")
-def without_kvcr() -> dict[str, Any]:
-    """What a process sees in which kvcr cannot be imported."""
+def test_without_kvcr_only_naming_it_fails_and_says_what_to_install() -> None:
     path = os.pathsep.join(filter(None, [str(CHECKOUT), os.getenv("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_KVCR],
@@ -102,25 +78,12 @@ def without_kvcr() -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_nothing_of_the_tier_is_imported_until_it_is_named(
-    without_kvcr: dict[str, Any],
-) -> None:
+    seen = json.loads(done.stdout.splitlines()[-1])
     expected = CHECKOUT.joinpath(*TIER_PACKAGE.split("."), "__init__.py")
-    assert without_kvcr["package"] == str(expected)
-    assert without_kvcr["imported early"] == []
-
-
-def test_without_kvcr_every_other_tier_works(without_kvcr: dict[str, Any]) -> None:
-    assert set(without_kvcr["errors"]) <= {"kvcr"}
-
-
-def test_without_kvcr_naming_it_is_one_error_that_says_what_to_install(
-    without_kvcr: dict[str, Any],
-) -> None:
-    is_import_error, text = without_kvcr["errors"]["kvcr"]
+    assert seen["package"] == str(expected)
+    assert seen["imported early"] == []
+    ((tier_type, (is_import_error, text)),) = seen["errors"].items()
+    assert tier_type == "kvcr"
     assert is_import_error
     assert "pip install" in text
     assert "kvcr" in text

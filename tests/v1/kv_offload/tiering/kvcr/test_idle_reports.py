@@ -86,15 +86,11 @@ def test_a_new_engine_takes_one_step_to_tell_its_state(
     assert sleeper.woken == 0
 
 
-def test_without_news_the_engine_sleeps_on(sleeper: Sleeper) -> None:
-    sleeper.sleep()
-    assert sleeper.woken == 0
-    assert not sleeper.tier.has_pending_work()
-
-
 @pytest.mark.parametrize("news", ["moved", "lost", "state"])
 def test_for_news_the_engine_takes_one_step(sleeper: Sleeper, news: str) -> None:
     sleeper.sleep()
+    assert sleeper.woken == 0
+    assert not sleeper.tier.has_pending_work()
     if news == "moved":
         sleeper.kvcr_moves(4096)
     elif news == "lost":

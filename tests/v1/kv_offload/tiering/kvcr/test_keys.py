@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.v1.kv_offload.tiering.kvcr.builders import key
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
@@ -63,12 +62,4 @@ def test_another_namespaces_key_is_nobodys(prefix: bytes, foreign: bytes) -> Non
     found = KeyCodec(prefix).offload_key(foreign)  # type: ignore[arg-type]
     assert found == (
         foreign.removeprefix(prefix) if foreign.startswith(prefix) else None
-    )
-
-
-def test_groups_of_one_block_have_keys_of_their_own() -> None:
-    codec = KeyCodec()
-    assert codec.encode(key(1, 0)) != codec.encode(key(1, 1))
-    assert codec.decode(codec.encode(key(1, 0))) == codec.decode(
-        codec.encode(key(1, 1))
     )

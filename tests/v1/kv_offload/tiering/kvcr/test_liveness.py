@@ -4,13 +4,10 @@
 
 from tests.v1.kv_offload.tiering.kvcr.rig import Clock
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import (
-    FILES,
     FIRST_COOLDOWN_S,
     FIRST_PAUSE_S,
     LONGEST_COOLDOWN_S,
     LONGEST_PAUSE_S,
-    QUICK_ANSWERS,
-    QUICK_SHARE,
     Liveness,
     Standing,
 )
@@ -77,59 +74,6 @@ def test_pulls_that_were_on_their_way_count_once() -> None:
         sources.silent(PEER, started)
     clock.now += FIRST_COOLDOWN_S
     assert not sources.is_down(PEER)
-
-
-def quick_peer(clock: Clock) -> Liveness:
-    sources = Liveness(10.0, clock)
-    sources.begin_introduction(PEER)
-    sources.heard(PEER, 0.1)
-    for _ in range(QUICK_ANSWERS):
-        assert sources.patience(PEER) == 10.0
-        sources.heard(PEER, 0.1)
-    assert sources.patience(PEER) == 1.0
-    return sources
-
-
-def test_a_quick_peer_has_one_timeout_until_it_is_slow() -> None:
-    sources = quick_peer(Clock(1000.0))
-    sources.heard(PEER, QUICK_SHARE)
-    assert sources.patience(PEER) == 10.0
-
-
-def test_a_quick_peer_that_is_late_once_is_used_at_once() -> None:
-    clock = Clock(1000.0)
-    sources = quick_peer(clock)
-    asked_at = clock.now
-    clock.now += 3
-    sources.silent(PEER, asked_at)
-    assert sources.standing(PEER) is Standing.COOLING
-    sources.heard_late(PEER)
-    assert sources.standing(PEER) is Standing.USABLE, "slow, and not silent"
-    assert sources.patience(PEER) == 10.0
-    # Another pull that was under way at that time tells nothing new.
-    sources.silent(PEER, asked_at + 1)
-    assert sources.standing(PEER) is Standing.USABLE
-    clock.now += 1
-    sources.silent(PEER, clock.now)
-    sources.heard_late(PEER)
-    assert sources.standing(PEER) is Standing.COOLING, "it had the time"
-    clock.now += FIRST_COOLDOWN_S
-    assert sources.standing(PEER) is Standing.USABLE, "without an introduction"
-
-
-def test_files_get_no_patience() -> None:
-    clock = Clock(1000.0)
-    sources = Liveness(10.0, clock)
-    for _ in range(QUICK_ANSWERS):
-        sources.heard(FILES, 0.1)
-    clock.now += 1
-    sources.silent(FILES, clock.now)
-    sources.heard_late(FILES)
-    assert sources.standing(FILES) is Standing.COOLING
-
-
-def test_files_need_no_introduction() -> None:
-    assert Liveness(clock=Clock(1000.0)).standing(FILES) is Standing.USABLE
 
 
 def test_peers_are_forgotten_rather_than_collected() -> None:

@@ -20,11 +20,7 @@ from tests.v1.kv_offload.tiering.kvcr.builders import (
     keys,
     request,
 )
-from tests.v1.kv_offload.tiering.kvcr.contract import (
-    DeclinesOddBlocks,
-    check_declared,
-    is_declined,
-)
+from tests.v1.kv_offload.tiering.kvcr.contract import DeclinesOddBlocks, is_declined
 from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, wait_until
 from tests.v1.kv_offload.tiering.kvcr.vllm_engine import Engine
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
@@ -35,6 +31,7 @@ POOL = {"secondary_g2_slots": 32, "operation_timeout_ms": 10_000}
 PEER = {"control_host": LOCALHOST, "control_advertise_host": LOCALHOST}
 
 MakeEngine = Callable[..., Engine]
+Blocks = dict[OffloadKey, np.ndarray]
 
 
 @pytest.fixture
@@ -51,7 +48,17 @@ def engine_of() -> Iterator[MakeEngine]:
         engine.shutdown()
 
 
-def blocks(count: int, first: int = 0) -> dict[OffloadKey, np.ndarray]:
+def with_files(path: Path) -> dict[str, Any]:
+    """A small pool, and a file below it."""
+    g3 = {
+        "paths": [str(path)],
+        "capacity_bytes_per_file": 64 * ROW_BYTES,
+        "backend": "POSIX",
+    }
+    return POOL | {"secondary_g2_slots": 4, "g3": g3, "enable_telemetry": True}
+
+
+def blocks(count: int, first: int = 0) -> Blocks:
     random = np.random.default_rng(first)
     return {
         each: random.integers(0, 256, ROW_BYTES, np.uint8)
@@ -59,29 +66,23 @@ def blocks(count: int, first: int = 0) -> dict[OffloadKey, np.ndarray]:
     }
 
 
-def put_all(
-    engine: Engine, contents: dict[OffloadKey, np.ndarray], at_a_time: int = 4
-) -> None:
+def put_all(engine: Engine, contents: Blocks) -> None:
     """Offload more than the primary tier holds, as requests come and go."""
     items = list(contents.items())
-    for first in range(0, len(items), at_a_time):
+    for first in range(0, len(items), 4):
         context = engine.begin(ReqContext(f"put {first}"))
-        engine.put(context, dict(items[first : first + at_a_time]))
+        engine.put(context, dict(items[first : first + 4]))
         engine.settle()
         engine.end(context)
 
 
-def assert_same(
-    found: dict[OffloadKey, np.ndarray], expected: dict[OffloadKey, np.ndarray]
-) -> None:
+def assert_same(found: Blocks, expected: Blocks) -> None:
     assert set(found) <= set(expected)
     for each, contents in found.items():
         assert np.array_equal(contents, expected[each])
 
 
-def assert_all_come_back(
-    engine: Engine, contents: dict[OffloadKey, np.ndarray]
-) -> None:
+def assert_all_come_back(engine: Engine, contents: Blocks) -> None:
     for first in range(0, len(contents), 4):
         context = engine.begin(ReqContext(f"get {first}"))
         found = engine.get(context, keys(4, first))
@@ -94,24 +95,13 @@ def test_blocks_come_back_after_the_primary_tier_was_overrun(
     engine_of: MakeEngine,
 ) -> None:
     engine = engine_of(POOL)
+    assert engine.tiers[0]._prefix, "no namespace of its model"
     contents = blocks(24)
     put_all(engine, contents)
     primary = engine.manager.primary_tier
     assert primary.lookup(key(0), ReqContext("x")) is LookupResult.MISS
     assert_all_come_back(engine, contents)
     assert not engine.manager.has_pending_work()
-
-
-def test_blocks_are_stored_under_their_models_namespace(engine_of: MakeEngine) -> None:
-    engine = engine_of(POOL)
-    assert len(engine.tiers[0]._prefix) > 0
-
-
-def test_an_unknown_block_is_a_miss(engine_of: MakeEngine) -> None:
-    engine = engine_of(POOL)
-    context = engine.begin(ReqContext("r"))
-    assert engine.look_up(context, [key(1)]) == [LookupResult.MISS]
-    engine.end(context)
 
 
 def test_a_request_may_end_before_its_jobs(engine_of: MakeEngine) -> None:
@@ -131,14 +121,7 @@ def test_a_request_may_end_before_its_jobs(engine_of: MakeEngine) -> None:
 def test_files_below_the_pool_serve_what_the_pool_evicted(
     engine_of: MakeEngine, disk: Path
 ) -> None:
-    engine = engine_of(
-        {
-            **POOL,
-            "secondary_g2_slots": 4,
-            "g3": g3_options(disk / "evicted.data"),
-            "enable_telemetry": True,
-        }
-    )
+    engine = engine_of(with_files(disk / "evicted.data"))
     contents = blocks(24)
     put_all(engine, contents)
     assert_all_come_back(engine, contents)
@@ -146,35 +129,19 @@ def test_files_below_the_pool_serve_what_the_pool_evicted(
     assert any("g3" in operation for (operation,) in moved)
 
 
-def g3_options(path: Path) -> dict[str, Any]:
-    return {
-        "paths": [str(path)],
-        "capacity_bytes_per_file": 64 * ROW_BYTES,
-        "backend": "POSIX",
-    }
-
-
 def test_a_file_cut_to_nothing_costs_one_failed_load(
     engine_of: MakeEngine, disk: Path
 ) -> None:
     path = disk / "cut.data"
-    engine = engine_of(
-        {
-            **POOL,
-            "secondary_g2_slots": 4,
-            "g3": g3_options(path),
-            "enable_telemetry": True,
-        }
-    )
+    engine = engine_of(with_files(path))
     contents = blocks(24)
     put_all(engine, contents)
     assert engine.tiers[0].lookup(key(0), ReqContext("x")) is LookupResult.HIT
     os.truncate(path, 0)
-    failures = TieringOffloadingMetrics.PROMOTION_JOB_FAILURES
-    failed = attempts = 0
     engine.stats()
     context = engine.begin(ReqContext("victim"))
-    for _ in range(1000):
+    attempts = 0
+    for _ in range(200):
         (result,) = engine.ask(context, [key(0)])
         engine.step()
         if result is LookupResult.HIT_PENDING:
@@ -182,11 +149,10 @@ def test_a_file_cut_to_nothing_costs_one_failed_load(
             engine.settle()
         else:
             assert result is LookupResult.MISS
-        found = engine.stats()
-        failed += sum(found.get(failures, {}).values())
     engine.end(context)
     assert attempts == 1
-    assert failed <= 1
+    failures = engine.stats().get(TieringOffloadingMetrics.PROMOTION_JOB_FAILURES, {})
+    assert sum(failures.values()) <= 1
     # Nobody else gets wrong bytes, and what lies in the pool is still served.
     context = engine.begin(ReqContext("other"))
     newest = keys(2, first=22)
@@ -199,7 +165,7 @@ def test_stores_with_nowhere_to_go_are_no_failures(engine_of: MakeEngine) -> Non
     engine = engine_of(
         {"control_ports": [free_port()], "enable_telemetry": True, **PEER}
     )
-    for number in range(100):
+    for number in range(20):
         context = engine.begin(ReqContext(f"r{number}"))
         engine.put(context, blocks(1, first=number))
         engine.step()
@@ -209,21 +175,6 @@ def test_stores_with_nowhere_to_go_are_no_failures(engine_of: MakeEngine) -> Non
     assert TieringOffloadingMetrics.CASCADE_JOB_FAILURES not in stats
     assert f"vllm:{TRANSFER_BLOCKS_METRIC}" not in stats
     assert not any(stats[LOST_BLOCKS].values())
-
-
-def test_two_tiers_of_one_engine_both_store_and_report(engine_of: MakeEngine) -> None:
-    tier = {**POOL, "enable_telemetry": True}
-    engine = engine_of(tier, {**tier, "policy": "lru"})
-    contents = blocks(8)
-    put_all(engine, contents)
-    for each in engine.tiers:
-        for stored in contents:
-            assert each.lookup(stored, ReqContext("x")) is LookupResult.HIT
-    stats = engine.stats()
-    moved = stats[f"vllm:{TRANSFER_BLOCKS_METRIC}"]
-    assert sum(moved.values()) == 2 * len(contents)
-    tiers_names = {name for name in stats if "kvcr" in name}
-    check_declared([(name, labels) for name in tiers_names for labels in stats[name]])
 
 
 def test_events_of_primary_and_tier_reach_vllm(engine_of: MakeEngine) -> None:
@@ -242,9 +193,6 @@ def test_a_shutdown_leaves_no_shared_memory(engine_of: MakeEngine) -> None:
     engine.put(context, blocks(4))
     engine.shutdown()
     assert not path.exists()
-
-
-# --- a reset while everything is under way ---------------------------------------
 
 
 def test_after_a_reset_nothing_touches_the_primary_tier(engine_of: MakeEngine) -> None:

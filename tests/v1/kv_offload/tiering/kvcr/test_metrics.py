@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Metrics: KVCR's and the tier's, declared before they are emitted."""
 
-import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +38,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 from vllm.v1.kv_offload.tiering.kvcr.manager import KVCRSecondaryTierManager
+from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Lost
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 TELEMETRY = {"type": "kvcr", "secondary_g2_slots": 64, "enable_telemetry": True}
@@ -49,42 +49,32 @@ def telemetry_rig(**options: Any) -> StandinRig:
     return StandinRig(enable_telemetry=True, **options)
 
 
-# --- definitions -----------------------------------------------------------------
+def test_kvcrs_metrics_keep_their_names_behind_vllms_prefix() -> None:
+    assert all(name.startswith("vllm:kvcr_") for name in DEFINITIONS)
+    declared = {name: (type(d), d.labelnames) for name, d in DEFINITIONS.items()}
+    assert (
+        declared.items()
+        >= {
+            f"vllm:{DURATION_METRIC}": (
+                OffloadingHistogramMetadata,
+                ("scope", "result"),
+            ),
+            f"vllm:{TRANSFER_BYTES_METRIC}": (
+                OffloadingCounterMetadata,
+                ("operation",),
+            ),
+            f"vllm:{TRANSFER_BLOCKS_METRIC}": (
+                OffloadingCounterMetadata,
+                ("operation",),
+            ),
+            f"vllm:{STATE_METRIC}": (OffloadingGaugeMetadata, ("resource",)),
+        }.items()
+    )
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "labels"),
-    [
-        (DURATION_METRIC, OffloadingHistogramMetadata, ("scope", "result")),
-        (TRANSFER_BYTES_METRIC, OffloadingCounterMetadata, ("operation",)),
-        (TRANSFER_BLOCKS_METRIC, OffloadingCounterMetadata, ("operation",)),
-        (STATE_METRIC, OffloadingGaugeMetadata, ("resource",)),
-    ],
-)
-def test_kvcrs_metrics_keep_their_names_behind_vllms_prefix(
-    name: str, kind: type, labels: tuple[str, ...]
-) -> None:
-    definition = DEFINITIONS[f"vllm:{name}"]
-    assert type(definition) is kind
-    assert definition.labelnames == labels
-    assert definition.documentation
-    if isinstance(definition, OffloadingHistogramMetadata):
-        buckets = definition.buckets
-        assert buckets
-        assert list(buckets) == sorted(set(buckets))
-
-
-def test_every_name_has_vllms_prefix_once() -> None:
-    for name in DEFINITIONS:
-        assert name.startswith("vllm:")
-        assert name.count("vllm:") == 1
-
-
-@pytest.mark.parametrize("value", [False, "false", 0, "off"])
-def test_without_telemetry_nothing_is_declared(value: Any) -> None:
-    options = TELEMETRY | {"enable_telemetry": value}
-    assert KVCRSecondaryTierManager.build_metric_definitions(options) == {}
-    assert KVCRSecondaryTierManager.build_metric_definitions({"type": "kvcr"}) == {}
+def test_without_telemetry_nothing_is_declared() -> None:
+    for options in ({"enable_telemetry": "off"}, {"type": "kvcr"}):
+        assert KVCRSecondaryTierManager.build_metric_definitions(options) == {}
 
 
 # --- stats -----------------------------------------------------------------------
@@ -106,8 +96,8 @@ def test_kvcrs_stats_are_handed_on_as_they_are() -> None:
 
 
 def test_what_kvcr_records_gets_the_prefix_at_the_border() -> None:
-    rig = telemetry_rig()
-    stats = rig.kvcr.bindings.stats_factory()
+    factory = telemetry_rig().kvcr.bindings.stats_factory
+    stats = factory()
     stats.observe_histogram(DURATION_METRIC, 0.5, ("local_fill", "success"))
     stats.increase_counter(TRANSFER_BYTES_METRIC, 4096, ("local_fill",))
     stats.increase_counter(TRANSFER_BLOCKS_METRIC, 1, ("local_fill",))
@@ -120,29 +110,17 @@ def test_what_kvcr_records_gets_the_prefix_at_the_border() -> None:
     }
     assert not stats.is_empty()
     assert stats.reduce()
+    assert factory().is_empty(), "each is one of its own"
 
 
-def test_each_snapshot_is_one_of_its_own() -> None:
-    factory = telemetry_rig().kvcr.bindings.stats_factory
-    assert factory() is not factory()
-    assert factory().is_empty()
-
-
-def test_losses_are_counted_once() -> None:
-    rig = telemetry_rig()
-    for number in range(3):
-        rig.lookup(key(number))
-    assert rig.losses() == {"not_resident": 3}
-    assert rig.losses() == {}
-
-
-def test_a_kvcr_without_stats_still_reports_losses() -> None:
+def test_a_kvcr_without_stats_still_reports_losses_once() -> None:
     rig = telemetry_rig()
     rig.kvcr.bindings = SimpleNamespace(stats_factory=None, poll_pin_results=lambda: ())
     rig.kvcr.stats = None
     assert rig.tier.get_stats() is None
     rig.lookup(key(1))
     assert rig.losses() == {"not_resident": 1}
+    assert rig.losses() == {}
 
 
 def test_stats_that_cannot_be_had_fail_the_tier_and_say_so() -> None:
@@ -151,7 +129,6 @@ def test_stats_that_cannot_be_had_fail_the_tier_and_say_so() -> None:
     state = samples(rig.tier.get_stats())["vllm:kvcr_tier_state"]
     assert state[("1", "failed", "backend_failed")] == 1
     assert state[("1", "healthy", "none")] == 0
-    assert rig.kvcr.calls.count("get_stats") == 1
     rig.tier.get_stats()
     assert rig.kvcr.calls.count("get_stats") == 1
 
@@ -178,10 +155,9 @@ def exporter(*tiers: dict[str, Any]) -> tuple[OffloadPromMetrics, CollectorRegis
     return exporter, registry
 
 
-def busy_stats(**options: Any) -> Any:
+def busy_stats() -> Any:
     """Stats of a tier on which something of everything happened."""
-    options |= {"secondary_g2_slots": 8, "control_ports": [7001]}
-    rig = telemetry_rig(kvcr=KeepingStandin, **options)
+    rig = telemetry_rig(kvcr=KeepingStandin, secondary_g2_slots=8, control_ports=[7001])
     rig.kvcr.keep(rig.memory)
     rig.result_of(rig.store([key(1), key(2)], [0, 1]))
     rig.result_of(rig.load([key(1), key(3)], [2, 3]))
@@ -191,34 +167,17 @@ def busy_stats(**options: Any) -> Any:
     return rig.tier.get_stats()
 
 
-def test_vllms_exporter_takes_everything_that_is_emitted() -> None:
-    metrics, registry = exporter(TELEMETRY)
-    stats = busy_stats()
-    assert set(samples(stats)) <= set(DEFINITIONS)
-    metrics.observe(stats.data, 0)
-    lost = registry.get_sample_value(
-        "vllm:kvcr_tier_lost_blocks_total", {"engine": "0", "reason": "load_failed"}
-    )
-    assert lost == 1
-
-
 def test_two_tiers_of_one_engine_share_their_metrics() -> None:
     other = TELEMETRY | {"secondary_g2_slots": 8, "policy": "lru"}
     assert KVCRSecondaryTierManager.build_metric_definitions(other) == DEFINITIONS
     metrics, registry = exporter(TELEMETRY, other)
     both = busy_stats().aggregate(busy_stats())
+    assert set(samples(both)) <= set(DEFINITIONS)
     metrics.observe(both.data, 0)
     lost = registry.get_sample_value(
         "vllm:kvcr_tier_lost_blocks_total", {"engine": "0", "reason": "load_failed"}
     )
     assert lost == 2
-
-
-KINDS = {
-    OffloadingCounterMetadata: "counter",
-    OffloadingGaugeMetadata: "gauge",
-    OffloadingHistogramMetadata: "histogram",
-}
 
 
 def test_the_text_that_prometheus_reads_says_what_was_declared() -> None:
@@ -230,24 +189,10 @@ def test_the_text_that_prometheus_reads_says_what_was_declared() -> None:
     }
     for name, definition in DEFINITIONS.items():
         family = families[name]
-        assert family.type == KINDS[type(definition)]
+        assert family.type in type(definition).__name__.lower()
         assert family.documentation == definition.documentation
         for sample in family.samples:
             assert set(sample.labels) - {"le"} == {"engine", *definition.labelnames}
-
-
-@pytest.mark.parametrize(("name", "definition"), list(DEFINITIONS.items()))
-def test_names_are_as_prometheus_wants_them(name: str, definition: Any) -> None:
-    own = name.removeprefix("vllm:")
-    assert re.fullmatch(r"[a-z][a-z0-9_]*", own)
-    # Its client appends that to counters, and to nothing else.
-    assert not own.endswith("_total")
-    assert not re.search(r"_(count|sum|bucket|info|ms|kib|mib)(_|$)", own)
-    if isinstance(definition, OffloadingHistogramMetadata):
-        assert own.endswith("_seconds")
-    for unit in ("seconds", "bytes"):
-        assert unit not in own or own.endswith(f"_{unit}")
-    assert all(re.fullmatch(r"[a-z_]+", label) for label in definition.labelnames)
 
 
 def test_several_api_servers_add_up_and_tell_their_gauges_apart(
@@ -279,12 +224,9 @@ def test_several_api_servers_add_up_and_tell_their_gauges_apart(
 
 
 def test_labels_are_from_bounded_sets() -> None:
-    from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Lost
-
-    labels = [reason.label for reason in Lost]
-    assert len(labels) == len(set(labels)) == len(Lost)
+    assert len({reason.label for reason in Lost}) == len(Lost)
     rig = telemetry_rig(control_ports=[7001])
-    for number in range(200):
+    for number in range(20):
         rig.tier.on_new_request(request(f"r{number}", {"x": [number]}))
         rig.tier.on_new_request(request(f"r{number}", number))
     assert len(rig.ignored_hints()) <= 2

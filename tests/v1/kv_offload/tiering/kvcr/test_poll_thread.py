@@ -8,27 +8,21 @@ as often as they can.
 """
 
 import threading
+from typing import Any
 
 import numpy as np
 
-from tests.v1.kv_offload.tiering.kvcr.builders import free_port, keys
-from tests.v1.kv_offload.tiering.kvcr.rig import Rig
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port, keys, peer_options
+from tests.v1.kv_offload.tiering.kvcr.rig import Rig, wait_until
 from tests.v1.kv_offload.tiering.kvcr.standin import RecordingParent
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 OPERATIONS = 100_000
-ROWS = 64
 KEYS = keys(256)
 
 
 def test_a_hundred_thousand_operations() -> None:
-    rig = Rig(
-        rows=ROWS,
-        secondary_g2_slots=128,
-        control_ports=[free_port()],
-        control_host="127.0.0.1",
-        control_advertise_host="127.0.0.1",
-    )
+    rig = Rig(rows=64, secondary_g2_slots=128, **peer_options(free_port()))
     lock = threading.Lock()
     stop = threading.Event()
     polls = 0
@@ -90,12 +84,11 @@ def test_a_hundred_thousand_operations() -> None:
     assert sorted(rig.finished) == rig.given
 
 
-def finish(rig: Rig, lock: threading.Lock, job_id: int) -> object:
+def finish(rig: Rig, lock: threading.Lock, job_id: int) -> Any:
     """Wait for the poll thread to bring a job's result."""
-    waited = threading.Event()
-    for _ in range(60_000):
+
+    def result() -> Any:
         with lock:
-            if job_id in rig.finished:
-                return rig.finished[job_id]
-        waited.wait(0.0005)
-    raise AssertionError(f"job {job_id} never ended")
+            return rig.finished.get(job_id)
+
+    return wait_until(result, f"job {job_id}")

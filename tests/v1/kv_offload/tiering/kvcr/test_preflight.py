@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcr.policy import LRUPolicy
 
 from tests.v1.kv_offload.tiering.kvcr.builders import LOCALHOST, free_port, key
 from tests.v1.kv_offload.tiering.kvcr.conftest import LogLines
 from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, Rig, StandinRig
 from vllm.v1.kv_offload.tiering.kvcr.backend import preflight, setup, waiting
-from vllm.v1.kv_offload.tiering.kvcr.backend.policy import choose_policy
 from vllm.v1.kv_offload.tiering.kvcr.compat.nixl import Nixl
 from vllm.v1.kv_offload.tiering.kvcr.config import (
     OptionError,
@@ -197,26 +195,22 @@ def test_a_loopback_address_is_no_use_to_peers(quiet: Any, host: str) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"control_ports": [24990]}, ["router_capabilities"]),
+        ({"control_ports": [1]}, "router_capabilities is"),
+        ({"control_ports": 1}, "control_ports and router_capabilities are"),
         (
-            {"control_ports": [24990], "router_capabilities": "router_hint"},
-            ["router_capabilities"],
+            {"control_ports": "1", "router_capabilities": ["router_hint"]},
+            "control_ports is",
         ),
         (
-            {"control_ports": "24990", "router_capabilities": ["router_hint"]},
-            ["control_ports"],
+            {"control_ports": [1], "router_capabilities": "router_hint"},
+            "router_capabilities is",
         ),
-        ({"control_ports": 24990}, ["control_ports", "router_capabilities"]),
     ],
 )
-def test_a_router_reads_lists(
-    quiet: Any, options: dict[str, Any], named: list[str]
-) -> None:
+def test_a_router_reads_lists(quiet: Any, options: dict[str, Any], named: str) -> None:
     assert warnings(False, **options) == []
     (warning,) = warnings(True, **options)
-    missing = warning.partition(" not given as a list")[0]
-    assert [name for name in options | dict.fromkeys(named) if name in missing]
-    assert all(name in missing for name in named)
+    assert f" but {named} not given as a list" in warning
 
 
 def test_rdma_needs_locked_memory(quiet: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -313,22 +307,7 @@ def test_what_is_quick_is_not_told(
     assert "kvcr-tier-wait" not in names
 
 
-# --- policies --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["lru", "fifo", "kvcr.policy.LRUPolicy"])
 def test_a_policy_that_never_uses_the_files_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"policy = .*g3_lru"):
         StandinRig(policy=name, secondary_g2_slots=4, g3=G3)
-
-
-class EverythingToFiles(LRUPolicy):
-    """Drops what the pool evicts, because it is on file already."""
-
-    def decide_ingest(self, *arguments: Any, **keywords: Any) -> Any:
-        return super().decide_ingest(*arguments, **keywords)
-
-
-def test_a_policy_of_ones_own_may_use_them_in_its_own_way() -> None:
-    name = f"{__name__}.EverythingToFiles"
-    assert choose_policy(name, has_files=True) is not None

@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What KVCR is told of the use of blocks, and that a large pool costs no more."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,17 +36,6 @@ class Told:
         return told
 
 
-class CountedKeys(list[OffloadKey]):
-    """Keys that count how many of them are looked at."""
-
-    looked_at = 0
-
-    def __iter__(self) -> Iterator[OffloadKey]:
-        for each in super().__iter__():
-            self.looked_at += 1
-            yield each
-
-
 def prefixed(chosen: list[OffloadKey]) -> list[bytes]:
     return [PREFIX + each for each in chosen]
 
@@ -57,10 +45,10 @@ def prefixed(chosen: list[OffloadKey]) -> list[bytes]:
 def test_the_work_of_a_call_is_bounded(slots: int, count: int) -> None:
     told = Told()
     order = Recency(told, PREFIX, slots)
-    used = CountedKeys(keys(count))
+    used = iter(keys(count))
     order.stored(slots)
-    order.used(used)
-    assert used.looked_at <= recency.MAX_LOOKED_AT
+    order.used(used)  # type: ignore[arg-type]
+    assert count - len(list(used)) <= recency.MAX_LOOKED_AT
     assert 0 < told.total <= recency.MAX_KEYS
     assert len(told.calls) == 1
 
@@ -131,15 +119,6 @@ class Aligning(KvcrStandin):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.align_sequence = Told()
-
-
-def test_touch_tells_kvcr_after_a_store() -> None:
-    rig = StandinRig(kvcr=Aligning)
-    rig.tier.touch([key(1), key(2)], ReqContext("r"))
-    assert rig.kvcr.align_sequence.take() == []
-    rig.store(keys(4), range(4))
-    rig.tier.touch([key(1), key(2)], ReqContext("r"))
-    assert rig.kvcr.align_sequence.take() == [key(1), key(2)]
 
 
 def test_touch_tells_nothing_where_nothing_would_follow() -> None:

@@ -77,6 +77,7 @@ def test_what_was_stored_is_known_until_the_last_copy_goes(bench: Bench) -> None
     to_file_and_back(bench)
     assert (bench.load(OWN), bench.load(OTHER)) == ("good", "corrupt")
     bench.went(POOL)
+    assert (bench.load(OWN), bench.load(OTHER)) == ("good", "corrupt")
     assert len(bench.residency) == 1
     bench.went(FILE)
     assert len(bench.residency) == 0
@@ -171,13 +172,6 @@ def test_a_block_that_kvcr_does_not_hold_is_not_judged(bench: Bench) -> None:
     bench.done()
     assert bench.load(OTHER) == "good", "from a peer, straight into the primary tier"
     bench.sums.stored(kept)
-
-
-def test_a_block_on_its_way_out_of_a_file_is_judged(bench: Bench) -> None:
-    bench.store(OWN)
-    bench.came(FILE)
-    bench.went(POOL)
-    assert (bench.load(OWN), bench.load(OTHER)) == ("good", "corrupt")
 
 
 @pytest.mark.parametrize("tiers", [(POOL,), (FILE,), (POOL, FILE)])

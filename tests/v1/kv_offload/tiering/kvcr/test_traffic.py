@@ -16,6 +16,7 @@ from tests.v1.kv_offload.tiering.kvcr.builders import (
 )
 from tests.v1.kv_offload.tiering.kvcr.busy import transfer_error
 from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, Rig, StandinRig, samples
+from tests.v1.kv_offload.tiering.kvcr.staging_rigs import FILES, PEER
 from tests.v1.kv_offload.tiering.kvcr.standin import (
     AT_PEER,
     DROPPED,
@@ -33,12 +34,9 @@ from vllm.v1.kv_offload.tiering.kvcr.reports import metrics
 from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Lost
 
 NO_REQUESTS = ScheduleEndContext((), ())
-PEER = "tcp://10.9.9.9:7001"
-EVERYWHERE = {
+EVERYWHERE = FILES | {
     "secondary_g2_slots": 64,
     "control_ports": [7001],
-    "g3": {"paths": "g3.data", "capacity_bytes_per_file": 64 * ROW_BYTES},
-    "verify_blocks": False,
     "operation_timeout_ms": 60_000,
 }
 
@@ -254,25 +252,17 @@ def test_pins_and_the_age_of_the_oldest() -> None:
 
 def test_slots_that_are_held_back() -> None:
     rig = rig_with_all_places()
-    report = rig.kvcr.bindings.on_resilience_event
-
-    def tell(state: str) -> None:
+    for state, primary, pool in (("uncertain", 3, 2), ("quiesced", 0, 0)):
         for handle, blocks, owner in ((1, 3, "framework"), (-2, 2, "kvcr")):
-            report(
-                transfer_error(
-                    state=state,
-                    op_handle=handle,
-                    destination_regions=[None] * blocks,
-                    destination_owner=owner,
-                )
+            error = transfer_error(
+                state,
+                op_handle=handle,
+                destination_regions=[None] * blocks,
+                destination_owner=owner,
             )
-
-    tell("uncertain")
-    told = stepped(rig)[metrics.QUARANTINED_SLOTS]
-    assert told == {("1", "primary"): 3, ("1", "pool"): 2}
-    tell("quiesced")
-    told = stepped(rig)[metrics.QUARANTINED_SLOTS]
-    assert told == {("1", "primary"): 0, ("1", "pool"): 0}
+            rig.kvcr.bindings.on_resilience_event(error)
+        told = stepped(rig)[metrics.QUARANTINED_SLOTS]
+        assert told == {("1", "primary"): primary, ("1", "pool"): pool}
 
 
 def test_peers_by_what_is_known_of_them() -> None:
@@ -303,9 +293,6 @@ def test_two_tiers_of_an_engine_are_told_apart() -> None:
     assert state[("1", "healthy", "none")] == 1
     assert state[("2", "failed", "backend_failed")] == 1
     assert {labels[0] for labels in samples(both)[metrics.PINS]} == {"1", "2"}
-
-
-# --- the real KVCR ---------------------------------------------------------------
 
 
 def test_pool_and_files_are_counted_and_measured(tmp_path: Any) -> None:

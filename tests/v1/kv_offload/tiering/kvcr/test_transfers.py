@@ -4,12 +4,10 @@
 
 import gc
 import time
-from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-from kvcr.types import OpEntryResult
 
 from tests.v1.kv_offload.tiering.kvcr.builders import key, keys
 from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig
@@ -21,44 +19,39 @@ from tests.v1.kv_offload.tiering.kvcr.standin import (
     SUCCESS,
 )
 from vllm.v1.kv_offload.base import ReqContext
-from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
-from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import ENTRIES, Entry
 
 
-def refs(rig: StandinRig, chunk: int) -> Any:
-    """How KVCR is told of a chunk."""
-    return shims.block_refs_factory(
-        rig.kvcr.config.nixl_agent_name, rig.memory.ctypes.data, ROW_BYTES
-    )(chunk)
+def submit(rig: StandinRig, is_load: bool) -> Callable[..., int]:
+    return rig.load if is_load else rig.store
 
 
 def transferred(result: JobResult) -> int | None:
     return getattr(result, "transfer_bytes", None)
 
 
-# --- one operation for each job --------------------------------------------------
-
-
-def test_a_store_is_one_deposit_that_starts_at_once() -> None:
+@pytest.mark.parametrize(
+    ("is_load", "kind", "request_id"),
+    [(False, "deposit", None), (True, "deliver", "request 7")],
+)
+def test_a_job_is_one_operation_that_starts_at_once(
+    is_load: bool, kind: str, request_id: str | None
+) -> None:
     rig = StandinRig()
-    rig.store([key(1), key(2)], [5, 3])
-    assert rig.kvcr.calls == ["deposit"]
-    assert rig.kvcr.last.blocks == {key(1): refs(rig, 5), key(2): refs(rig, 3)}
-
-
-def test_a_load_is_one_delivery_for_its_request() -> None:
-    rig = StandinRig()
-    rig.load([key(1), key(2)], [5, 3], "request 7")
-    assert rig.kvcr.calls == ["deliver"]
-    assert rig.kvcr.last.blocks == {key(1): refs(rig, 5), key(2): refs(rig, 3)}
-    assert rig.kvcr.last.request_id == "request 7"
+    submit(rig, is_load)([key(1), key(2)], [5, 3], "request 7")
+    assert rig.kvcr.calls == [kind]
+    refs = shims.block_refs_factory(
+        rig.kvcr.config.nixl_agent_name, rig.memory.ctypes.data, ROW_BYTES
+    )
+    assert rig.kvcr.last.blocks == {key(1): refs(5), key(2): refs(3)}
+    assert rig.kvcr.last.request_id == request_id
 
 
 @pytest.mark.parametrize("is_load", [True, False])
 def test_results_in_pieces_are_one_result(is_load: bool) -> None:
     rig = StandinRig()
-    job = (rig.load if is_load else rig.store)(keys(3), range(3))
+    job = submit(rig, is_load)(keys(3), range(3))
     for number in range(3):
         assert rig.poll() == []
         rig.kvcr.complete(1, {key(number): SUCCESS})
@@ -94,6 +87,7 @@ def test_a_store_that_the_policy_declined_is_no_failure() -> None:
     rig.kvcr.complete(1, {key(0): DROPPED, key(1): SUCCESS, key(2): DROPPED})
     (result,) = rig.poll()
     assert result.success is True
+    assert transferred(result) in (None, ROW_BYTES)
     assert rig.losses() == {"dropped": 2}
 
 
@@ -108,29 +102,23 @@ def test_a_failed_store_is_a_failed_job() -> None:
 
 
 @pytest.mark.parametrize("is_load", [True, False])
-def test_an_empty_job_succeeds_at_once(is_load: bool) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "rows", "success"),
+    [
+        ([], 0, True),
+        (keys(3), 2, False),
+        # One of its slots would stay unwritten, and count as loaded.
+        ([key(1), key(2), key(1)], 3, False),
+    ],
+    ids=["empty", "lopsided", "twice"],
+)
+def test_a_job_without_an_operation_ends_at_once(
+    chosen: list[Any], rows: int, success: bool, is_load: bool
+) -> None:
     rig = StandinRig()
-    (rig.load if is_load else rig.store)([], [])
+    submit(rig, is_load)(chosen, range(rows))
     (result,) = rig.poll()
-    assert result.success is True
-    assert rig.kvcr.operations == {}
-
-
-def test_a_job_of_which_keys_and_chunks_do_not_match_fails_at_once() -> None:
-    rig = StandinRig()
-    rig.load(keys(3), range(2))
-    (result,) = rig.poll()
-    assert result.success is False
-    assert rig.kvcr.operations == {}
-
-
-@pytest.mark.parametrize("is_load", [True, False])
-def test_a_job_that_names_a_block_twice_fails_at_once(is_load: bool) -> None:
-    """One of its slots would stay unwritten, and count as loaded."""
-    rig = StandinRig()
-    (rig.load if is_load else rig.store)([key(1), key(2), key(1)], range(3))
-    (result,) = rig.poll()
-    assert result.success is False
+    assert result.success is success
     assert rig.kvcr.operations == {}
 
 
@@ -156,130 +144,71 @@ def test_a_large_job_that_fails_costs_no_more_for_each_block() -> None:
     assert many < 40 * few
 
 
-def test_every_entry_status_means_something() -> None:
-    assert Counter(ENTRIES.values()) == Counter(Entry)
-
-
-def test_jobs_are_read_by_attribute() -> None:
-    """Releases to come keep a job's fields behind properties."""
-
-    class Job:
-        job_id = 7
-        keys = (key(1),)
-        chunk_ids = np.array([2], dtype=np.int64)
-        is_promotion = True
-        req_context = ReqContext("r")
-
-    rig = StandinRig()
-    rig.tier.submit_load(Job())  # type: ignore[arg-type]
-    rig.kvcr.complete_all()
-    assert [result.job_id for result in rig.poll()] == [7]
-
-
-# --- times and sizes -------------------------------------------------------------
-
-
-def test_with_telemetry_results_carry_time_and_bytes() -> None:
-    rig = StandinRig(enable_telemetry=True)
+@pytest.mark.parametrize("telemetry", [True, False])
+def test_with_telemetry_results_carry_time_and_bytes(telemetry: bool) -> None:
+    rig = StandinRig(enable_telemetry=telemetry)
     rig.load(keys(4), range(4))
-    rig.kvcr.complete(
-        1, {key(0): SUCCESS, key(1): FAILED, key(2): SUCCESS, key(3): FAILED}
-    )
+    statuses = dict(zip(keys(4), [SUCCESS, FAILED, SUCCESS, FAILED], strict=True))
+    rig.kvcr.complete(1, statuses)
     (result,) = rig.poll()
-    assert result.transfer_time is not None
-    assert 0 < result.transfer_time < 60
-    if hasattr(result, "transfer_bytes"):
-        assert transferred(result) == 2 * ROW_BYTES
-
-
-def test_what_the_policy_declined_was_not_transferred() -> None:
-    rig = StandinRig(enable_telemetry=True)
-    rig.store(keys(2), range(2))
-    rig.kvcr.complete(1, {key(0): SUCCESS, key(1): DROPPED})
-    (result,) = rig.poll()
-    assert transferred(result) in (None, ROW_BYTES)
-
-
-def test_without_telemetry_results_carry_neither() -> None:
-    rig = StandinRig()
-    rig.load(keys(2), range(2))
-    rig.kvcr.complete_all()
-    (result,) = rig.poll()
-    assert result.transfer_time is None
-    assert transferred(result) is None
-
-
-# --- completions that are not ours -----------------------------------------------
+    if telemetry:
+        assert result.transfer_time is not None
+        assert 0 < result.transfer_time < 60
+        assert getattr(result, "transfer_bytes", 2 * ROW_BYTES) == 2 * ROW_BYTES
+    else:
+        assert (result.transfer_time, transferred(result)) == (None, None)
 
 
 @pytest.mark.parametrize("is_load", [True, False])
-def test_a_foreign_completion_is_ignored(is_load: bool) -> None:
-    rig = StandinRig()
-    (rig.load if is_load else rig.store)([key(1)], [0])
-    rig.kvcr.complete(999, {key(1): FAILED})
-    rig.kvcr.complete(-1, {key(1): FAILED})
-    assert rig.poll() == []
-    rig.kvcr.complete_all()
-    assert [result.success for result in rig.poll()] == [True]
-
-
-def test_a_repeated_completion_is_ignored() -> None:
-    rig = StandinRig()
-    rig.load(keys(2), range(2))
+@pytest.mark.parametrize(
+    ("handle", "entries"),
+    [
+        (999, {key(1): FAILED}),
+        (-1, {key(1): FAILED}),
+        (1, {}),
+        (1, {key(0): FAILED}),
+        (1, {key(5): SUCCESS, key(50): FAILED}),
+    ],
+    ids=["foreign", "nobody's", "empty", "repeated", "too much"],
+)
+def test_a_completion_that_is_not_waited_for_changes_nothing(
+    handle: int, entries: dict[bytes, Any], is_load: bool
+) -> None:
+    rig = StandinRig(enable_telemetry=True)
+    submit(rig, is_load)(keys(2), range(2))
     rig.kvcr.complete(1, {key(0): SUCCESS})
-    rig.kvcr.complete(1, {key(0): FAILED})
+    rig.kvcr.complete(handle, entries)
     assert rig.poll() == []
     rig.kvcr.complete(1, {key(1): SUCCESS})
-    rig.kvcr.complete(1, {key(0): FAILED, key(1): FAILED})
-    assert [result.success for result in rig.poll()] == [True]
-    rig.kvcr.complete_all(FAILED)
-    assert rig.poll() == []
-
-
-def test_a_completion_with_more_keys_than_the_job_is_cut_to_it() -> None:
-    rig = StandinRig(enable_telemetry=True)
-    rig.load(keys(2), range(2))
-    rig.kvcr.complete(1, dict.fromkeys(keys(9), SUCCESS) | {key(50): FAILED})
+    rig.kvcr.complete(handle, entries)
     (result,) = rig.poll()
     assert result.success is True
     assert transferred(result) in (None, 2 * ROW_BYTES)
+    rig.kvcr.complete_all(FAILED)
+    assert rig.poll() == []
     assert rig.losses() == {}
 
 
-def test_an_empty_completion_changes_nothing() -> None:
-    rig = StandinRig()
-    rig.load([key(1)], [0])
-    rig.kvcr.complete(1, {})
-    assert rig.poll() == []
-    rig.kvcr.complete_all()
-    assert len(rig.poll()) == 1
-
-
-# --- jobs that are larger than one operation -------------------------------------
-
-
-def small_operations(**options: Any) -> StandinRig:
+def small_operations() -> StandinRig:
     """Two blocks an operation, four under way."""
     return StandinRig(
-        max_operation_bytes=2 * ROW_BYTES, max_inflight_bytes=4 * ROW_BYTES, **options
+        max_operation_bytes=2 * ROW_BYTES, max_inflight_bytes=4 * ROW_BYTES
     )
 
 
 @pytest.mark.parametrize("is_load", [True, False])
 def test_a_large_job_is_cut_in_order_and_reported_once(is_load: bool) -> None:
     rig = small_operations()
-    (rig.load if is_load else rig.store)(keys(7), range(7))
+    submit(rig, is_load)(keys(7), range(7))
     done: list[JobResult] = []
     seen: list[bytes] = []
-    under_way = 0
     while not done:
         new = [
             op for op in rig.kvcr.operations.values() if not set(op.blocks) & {*seen}
         ]
         assert new, "the job stands still"
         assert all(len(op.blocks) <= 2 for op in new)
-        under_way = sum(len(op.blocks) for op in new)
-        assert under_way <= 4
+        assert sum(len(op.blocks) for op in new) <= 4
         for op in new:
             seen.extend(op.blocks)
             rig.kvcr.complete(op.handle, dict.fromkeys(op.blocks, SUCCESS))
@@ -290,18 +219,15 @@ def test_a_large_job_is_cut_in_order_and_reported_once(is_load: bool) -> None:
 
 def test_a_large_load_names_what_arrived_of_all_its_parts() -> None:
     rig = small_operations()
-    rig.load(keys(6), range(6))
-    results: list[JobResult] = []
+    job = rig.load(keys(6), range(6))
     for _ in range(5):
         for op in rig.kvcr.operations.values():
-            statuses = {
-                k: FAILED if k in (key(1), key(4)) else SUCCESS for k in op.blocks
-            }
+            failed = op.blocks.keys() & {key(1), key(4)}
+            statuses = {k: FAILED if k in failed else SUCCESS for k in op.blocks}
             rig.kvcr.complete(op.handle, statuses)
-        results += rig.poll()
-    (result,) = results
-    assert result.success is False
-    assert result.successful_keys == {key(0), key(2), key(3), key(5)}
+        rig.poll()
+    assert rig.finished[job].success is False
+    assert rig.finished[job].successful_keys == {key(0), key(2), key(3), key(5)}
 
 
 def test_loads_go_before_stores_that_wait() -> None:
@@ -324,14 +250,10 @@ def test_no_operation_asks_for_more_than_the_pool_can_free() -> None:
 def test_a_tier_of_one_slot_still_works() -> None:
     rig = StandinRig(secondary_g2_slots=1)
     rig.store(keys(3), range(3))
-    results: list[JobResult] = []
     for _ in range(6):
         rig.kvcr.complete_all()
-        results += rig.poll()
-    assert [result.success for result in results] == [True]
-
-
-# --- after a failed load ---------------------------------------------------------
+        rig.poll()
+    assert [result.success for result in rig.finished.values()] == [True]
 
 
 def test_a_block_that_failed_is_a_miss_for_its_request_and_soon_for_others() -> None:
@@ -391,15 +313,3 @@ def test_one_failure_does_not_touch_the_next_job() -> None:
     rig.kvcr.complete(1, {key(1): FAILED})
     rig.kvcr.complete(2, {key(2): SUCCESS})
     assert [result.success for result in rig.poll()] == [False, True]
-
-
-def test_an_entry_is_judged_by_its_status_alone() -> None:
-    rig = StandinRig()
-    rig.load([key(1)], [0])
-    rig.kvcr._pieces.append((1, {key(1): OpEntryResult(SUCCESS, None, None)}))
-    assert [result.success for result in rig.poll()] == [True]
-
-
-def test_a_transfer_job_of_vllms_is_what_these_tests_use() -> None:
-    job = TransferJob(1, [key(1)], np.array([0]), True, ReqContext("r"))
-    assert (list(job.keys), job.chunk_ids.tolist()) == ([key(1)], [0])

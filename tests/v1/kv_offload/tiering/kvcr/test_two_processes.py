@@ -15,7 +15,7 @@ from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer import Peer
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 BLOCKS = 12
 PATIENT = {"operation_timeout_ms": 10_000}
@@ -33,13 +33,6 @@ def peer() -> Iterator[Peer]:
     process.kill()
 
 
-def hinted(carrier: str, peer: Peer, keys: list[OffloadKey]) -> ReqContext:
-    hint: Any = make_hint(peer.port, keys)
-    if carrier == "kv_transfer_params":
-        hint = {"kv_hint": hint}
-    return ReqContext(req_id=f"pull by {carrier}", **{carrier: hint})
-
-
 @pytest.mark.parametrize("landing", ["pool", "primary"])
 def test_a_load_has_the_bytes_of_the_other_engine(peer: Peer, landing: str) -> None:
     engine = Engine(
@@ -48,8 +41,10 @@ def test_a_load_has_the_bytes_of_the_other_engine(peer: Peer, landing: str) -> N
     for number, carrier in enumerate(CARRIERS):
         held = make_keys(BLOCKS, f"{landing}/{carrier}")
         peer.call("hold", held, number * BLOCKS)
-        context = hinted(carrier, peer, held)
-        engine.probe.know(make_hint(peer.port, held))
+        hint = make_hint(peer.port, held)
+        carried: Any = hint if carrier == "kv_hints" else {"kv_hint": hint}
+        context = ReqContext(f"pull by {carrier}", **{carrier: carried})
+        engine.probe.know(hint)
         engine.call("on_new_request", context)
         answers = engine.lookup_all([*held, *make_keys(1, "unknown")], context)
         assert answers == [*([LookupResult.HIT] * BLOCKS), LookupResult.MISS]

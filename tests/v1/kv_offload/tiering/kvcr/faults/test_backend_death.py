@@ -17,7 +17,7 @@ from tests.v1.kv_offload.tiering.kvcr.builders import (
     peer_options,
     request,
 )
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys, watch
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.probe import state_samples
@@ -31,33 +31,22 @@ BOOM = "the progress thread was made to die"
 
 
 def test_each_job_ends_once_and_the_engine_goes_on(
-    peers: Any,
-    engines: Any,
-    tier_log: Any,
-    caplog: pytest.LogCaptureFixture,
+    peers: Any, engines: Any, tier_log: Any
 ) -> None:
     peer = peers({"operation_timeout_ms": 3000, "max_pull_blocks": 64}, rows=64)
     port = free_port()
-    engine: Engine = engines(
-        peer_options(port)
-        | {
-            "secondary_g2_slots": 64,
-            "operation_timeout_ms": 20_000,
-            "enable_telemetry": True,
-        },
-        rows=96,
-    )
+    options = peer_options(port) | {
+        "secondary_g2_slots": 64,
+        "operation_timeout_ms": 20_000,
+        "enable_telemetry": True,
+    }
+    engine: Engine = engines(options, rows=96)
     engine.finish(engine.store(OWN, range(16)))
     engine.hold(HELD, first_chunk=64)
-    peer.send("pull", port, HELD[:1], "proof")
-    engine.run_until(lambda: peer.answered, 20, "the first pull")
-    peer.receive()
+    peer.pull_from(engine, HELD[:1], "proof")
     peer.send("pull", port, HELD[1:])
     engine.run_until(lambda: engine.probe.pins > 0, 20, "waiting for a pin")
-    loads = [
-        engine.load(OWN[:8], range(16, 24)),
-        engine.load(OWN[8:], range(24, 32)),
-    ]
+    loads = [engine.load(OWN[:8], range(16, 24)), engine.load(OWN[8:], range(24, 32))]
     store = engine.store(NEW, range(32, 48))
     engine.probe.kill_progress(RuntimeError(BOOM))
     # `finish` checks that none comes twice.
@@ -78,17 +67,12 @@ def test_each_job_ends_once_and_the_engine_goes_on(
     engine.end(hinted)
     engine.call("touch", OWN, context)
     assert not engine.call("has_pending_work")
-    engine.run_for(0.2)
+    engine.run_for(0.1)
     stats = engine.call("get_stats")
     samples = state_samples(stats.reduce())
     assert samples["('1', 'failed', 'backend_failed')"] == 1
-    errors = [
-        record.getMessage()
-        for record in caplog.records
-        if record.levelno == logging.ERROR and record.name.startswith("vllm.")
-    ]
-    assert len(errors) == 1
-    assert BOOM in errors[0]
+    (error,) = tier_log.texts(logging.ERROR)
+    assert BOOM in error
 
 
 def test_vllm_serves_on(managed: Any) -> None:
@@ -119,23 +103,18 @@ def test_slots_that_may_still_be_written_stay_reserved(
     monkeypatch.setattr("kvcr.progress._OP_CLEANUP_TIMEOUT_SECONDS", 0.5)
     peer = peers({"operation_timeout_ms": 20_000}, rows=64)
     peer.call("hold", THEIRS)
-    engine: Engine = engines(
-        peer_options(free_port())
-        | {
-            "operation_timeout_ms": 2000,
-            "abandon_timeout_ms": 4000,
-            "remote_landing": "primary",
-            "max_operation_bytes": 64 * MIB,
-        },
-        rows=64,
-    )
+    options = peer_options(free_port()) | {
+        "operation_timeout_ms": 2000,
+        "abandon_timeout_ms": 4000,
+        "remote_landing": "primary",
+        "max_operation_bytes": 64 * MIB,
+    }
+    engine: Engine = engines(options, rows=64)
     proof = engine.begin("proof", make_hint(peer.port, THEIRS))
     engine.finish(engine.load(THEIRS[:1], [63], proof))
-    before = engine.memory[:, -1].copy()
+    written = watch(engine.memory)
     load = engine.load(THEIRS[1:], range(31), proof)
-    engine.run_until(
-        lambda: bool((engine.memory[:, -1] != before).any()), 10, "waiting for a byte"
-    )
+    engine.run_until(written, 10, "waiting for a byte")
     peer.stop()
     engine.probe.kill_progress(RuntimeError(BOOM))
     engine.run_for(1.5)

@@ -5,12 +5,9 @@
 from pathlib import Path
 from typing import Any
 
-from tests.v1.kv_offload.tiering.kvcr.builders import (
-    free_port,
-    make_hint,
-    peer_options,
-)
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import g3
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics as Vllms
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
@@ -38,21 +35,13 @@ class Counted:
 def test_the_tiers_counts_are_vllms(peers: Any, managed: Any, tmp_path: Path) -> None:
     peer = peers({"enable_telemetry": True}, rows=8, row_bytes=ROW_BYTES)
     peer.call("hold", THEIRS)
-    files = {
-        "paths": str(tmp_path / "g3.data"),
-        "capacity_bytes_per_file": 64 * ROW_BYTES,
+    options = peer_options(free_port()) | {
+        "secondary_g2_slots": 16,
+        "g3": g3(tmp_path / "g3.data", 64, ROW_BYTES),
+        "enable_telemetry": True,
+        "operation_timeout_ms": 20_000,
     }
-    engine: ManagedEngine = managed(
-        peer_options(free_port())
-        | {
-            "secondary_g2_slots": 16,
-            "g3": files,
-            "enable_telemetry": True,
-            "operation_timeout_ms": 20_000,
-        },
-        rows=8,
-        row_bytes=ROW_BYTES,
-    )
+    engine: ManagedEngine = managed(options, rows=8, row_bytes=ROW_BYTES)
     counted = Counted(engine)
     for first in range(0, len(OWN), 4):
         engine.run(f"cold {first}", OWN[first : first + 4])

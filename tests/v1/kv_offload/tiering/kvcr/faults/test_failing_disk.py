@@ -1,33 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A disk that stops taking writes under a running engine, and one that is only busy."""
+"""A disk that fails or hangs under a running engine, and one that is only busy."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kvcr import local_disk
 
+from tests.v1.kv_offload.tiering.kvcr.builders import request
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import (
+    g3,
     make_unwritable,
     make_usable,
 )
 from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.kvcr.peers import liveness
 from vllm.v1.kv_offload.tiering.kvcr.reports import disk
 
 ROW = 64 << 10
 POOL = 16
 KEYS = make_keys(160)
+OPERATION_S = 1.0
+# On a busy machine.
+SOON_S = 4.0
 
 
 def start(engines: Any, paths: list[Path], slots: int, **options: Any) -> Engine:
-    g3 = {
-        "paths": paths,
-        "capacity_bytes_per_file": slots * ROW,
-        "backend": "POSIX",
-    }
-    options = {"secondary_g2_slots": POOL, "g3": g3} | options
+    options = {"secondary_g2_slots": POOL, "g3": g3(paths, slots, ROW)} | options
     engine: Engine = engines(options, rows=8, row_bytes=ROW)
     return engine
 
@@ -83,8 +86,7 @@ def test_one_of_two_files_is_enough_and_does_not_flap(
     assert all(str(path) in lines[0] for path in paths)
 
 
-@pytest.mark.parametrize("policy", [None, "g3_fifo"])
-@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(("policy", "verify"), [(None, True), ("g3_fifo", False)])
 def test_a_full_file_is_no_failing_disk(
     engines: Any, tmp_path: Path, tier_log: Any, policy: str | None, verify: bool
 ) -> None:
@@ -102,3 +104,55 @@ def test_a_full_file_is_no_failing_disk(
     assert "disk_failed" not in engine.probe.lost()
     assert engine.probe.state == "healthy"
     assert not any("disk_failing" in text for text in tier_log.texts())
+
+
+def test_one_that_hangs_costs_one_wait_and_says_so(
+    engines: Any, tmp_path: Path, tier_log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KVCR gives it up after a minute: cancelling an operation can kill the process."""
+    hangs = threading.Event()
+    progress = local_disk._G3TransferOp.progress
+
+    def stuck(operation: Any, *arguments: Any) -> tuple[bool, bool]:
+        return (False, False) if hangs.is_set() else progress(operation, *arguments)
+
+    monkeypatch.setattr(local_disk._G3TransferOp, "progress", stuck)
+    monkeypatch.setattr(liveness, "FIRST_COOLDOWN_S", 1.0)
+    engine = start(engines, [tmp_path / "g3"], 64)
+    for number in range(0, 36, 4):
+        store(engine, number, number + 4)
+
+    # The first blocks are in the file only.
+    hangs.set()
+    first = engine.load(KEYS[:2], range(2))
+    behind = engine.load(KEYS[2:4], range(2, 4))
+    waited = engine.finish(first, behind, timeout_s=SOON_S)
+    assert waited >= 0.9 * OPERATION_S
+    assert not first.arrived
+    assert not behind.arrived
+    assert (engine.probe.state, engine.probe.reason) == ("degraded", "disk_stalled")
+    (line,) = (text for text in tier_log.texts() if "(disk_stalled)" in text)
+    assert str(tmp_path / "g3") in line
+
+    # The next request does not wait at all, and the pool serves as before.
+    answers = engine.lookup_all(KEYS[:4], request("next"))
+    assert set(answers) == {LookupResult.MISS}
+    local = engine.load(KEYS[34:36], range(4, 6))
+    engine.finish(local, timeout_s=SOON_S)
+    assert local.arrived == KEYS[34:36]
+    engine.drain()
+
+    hangs.clear()
+    engine.run_for(1.2)
+    engine.lookup_all(KEYS[:1], request("again"))
+    later = KEYS[4:6]
+
+    def read() -> bool:
+        hits = engine.lookup_all(later, request("later"))
+        return set(hits) == {LookupResult.HIT}
+
+    engine.run_until(read, 10, "reading files again")
+    job = engine.load(later, range(6, 8))
+    engine.finish(job)
+    assert job.arrived == later
+    assert engine.probe.state == "healthy"

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""G3 files that are old, overwritten or cut, under a running engine and before it."""
+"""G3 files that are old or overwritten, and such that cannot be read, or too late."""
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.v1.kv_offload.tiering.kvcr.builders import (
     free_port,
@@ -19,6 +17,8 @@ from tests.v1.kv_offload.tiering.kvcr.builders import (
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import (
+    flip_bit,
+    g3,
     make_unreadable,
     make_usable,
 )
@@ -35,11 +35,7 @@ def options(folder: Path) -> dict[str, Any]:
     return {
         "secondary_g2_slots": POOL,
         "operation_timeout_ms": 20_000,
-        "g3": {
-            "paths": folder / "g3",
-            "capacity_bytes_per_file": FILE_SLOTS * MIB,
-            "backend": "POSIX",
-        },
+        "g3": g3(folder / "g3", FILE_SLOTS),
     }
 
 
@@ -48,8 +44,7 @@ def store_into_file(engine: Engine, keys: Sequence[OffloadKey]) -> None:
     for part in (keys, FILLERS):
         job = engine.store(part, range(len(part)))
         engine.finish(job)
-        assert job.result is not None
-        assert job.result.success
+        assert job.succeeded
 
 
 def test_a_restart_over_old_files_finds_nothing(engines: Any, tmp_path: Path) -> None:
@@ -69,18 +64,15 @@ def test_a_restart_over_old_files_finds_nothing(engines: Any, tmp_path: Path) ->
     assert job.arrived == KEYS
 
 
-def test_garbage_in_a_file_is_a_miss_and_counted(
+def test_garbage_in_a_file_is_a_miss_and_counted_and_said(
     engines: Any, tmp_path: Path, tier_log: Any
 ) -> None:
-    engine: Engine = engines(options(tmp_path))
+    engine: Engine = engines(options(tmp_path) | peer_options(free_port()))
     store_into_file(engine, KEYS)
+    # One bit in each of the first slots, and all of another.
+    for slot in range(4):
+        flip_bit(tmp_path / "g3", slot * MIB + 1000 * slot)
     with open(tmp_path / "g3", "r+b") as file:
-        # One byte in each of the first slots, and all of another.
-        for slot in range(4):
-            file.seek(slot * MIB + 1000 * slot)
-            old = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([old[0] ^ 1]))
         file.seek(8 * MIB)
         file.write(os.urandom(MIB))
         os.fsync(file.fileno())
@@ -90,12 +82,19 @@ def test_garbage_in_a_file_is_a_miss_and_counted(
     engine.finish(job)
     assert len(job.arrived) == len(KEYS) - 5
     assert not engine.wrong
-    assert engine.probe.lost()["corrupt"] == 5
-    assert len([line for line in tier_log.texts() if "corrupt" in line]) == 1
     lost = [key for key in KEYS if key not in job.arrived]
+    assert engine.probe.lost()["corrupt"] == 5
     for context in (first, request("second")):
         assert set(engine.lookup_all(lost, context)) == {LookupResult.MISS}
     assert set(engine.lookup_all(job.arrived, first)) == {LookupResult.HIT}
+
+    # KVCR serves peers from its pool by itself, and they cannot tell.
+    engine.step()
+    assert (engine.probe.state, engine.probe.reason) == ("degraded", "corrupt_blocks")
+    lines = [line for line in tier_log.texts() if "corrupt" in line]
+    (warning,) = [line for line in lines if "corrupt_blocks" in line]
+    assert "Peers" in warning
+    assert len(lines) == 2, "one for the engine, one for the blocks"
 
 
 def test_storing_a_corrupt_block_again_does_not_call_it_good(
@@ -104,41 +103,16 @@ def test_storing_a_corrupt_block_again_does_not_call_it_good(
     """KVCR keeps the copy it has, and answers that it holds the block already."""
     engine: Engine = engines(options(tmp_path))
     store_into_file(engine, KEYS)
-    os.truncate(tmp_path / "g3", 0)
-    key = KEYS[0]
-    job = engine.load([key], [0])
+    flip_bit(tmp_path / "g3", 1000)
+    job = engine.load(KEYS[:1], [0])
     engine.finish(job)
     assert not job.arrived
-    again = engine.store([key], [0])
-    engine.finish(again)
-    assert engine.lookup_all([key], request("next")) == [LookupResult.MISS]
+    engine.finish(engine.store(KEYS[:1], [0]))
+    assert engine.lookup_all(KEYS[:1], request("next")) == [LookupResult.MISS]
 
 
-def test_an_engine_with_corrupt_blocks_warns_of_itself(
-    engines: Any, tmp_path: Path, tier_log: Any
-) -> None:
-    """KVCR serves peers from its pool by itself, and they cannot tell."""
-    engine: Engine = engines(options(tmp_path) | peer_options(free_port()))
-    store_into_file(engine, KEYS)
-    cut(tmp_path / "g3")
-    job = engine.load(KEYS[:4], range(4))
-    engine.finish(job)
-    assert not job.arrived
-    engine.step()
-    assert (engine.probe.state, engine.probe.reason) == ("degraded", "corrupt_blocks")
-    lines = [line for line in tier_log.texts() if "corrupt_blocks" in line]
-    assert len(lines) == 1
-    assert "Peers" in lines[0]
-
-
-def cut(path: Path) -> None:
-    # Reads of what is gone succeed, and read nothing.
-    os.truncate(path, 0)
-
-
-@pytest.mark.parametrize("spoil", [cut, make_unreadable])
-def test_a_spoilt_file_costs_a_request_one_failed_load(
-    managed: Any, tmp_path: Path, spoil: Callable[[Path], None]
+def test_a_file_that_cannot_be_read_costs_a_request_one_failed_load(
+    managed: Any, tmp_path: Path
 ) -> None:
     """KVCR answers FETCHABLE however often reading fails, and vLLM promotes that."""
     engine: ManagedEngine = managed(options(tmp_path), rows=8)
@@ -148,7 +122,7 @@ def test_a_spoilt_file_costs_a_request_one_failed_load(
         engine.run(f"filler-{index}", [filler])
         engine.settle()
     assert engine.resident([key]) == 0
-    spoil(tmp_path / "g3")
+    make_unreadable(tmp_path / "g3")
 
     patient = engine.begin("patient", [key])
     answered = 0
@@ -160,37 +134,44 @@ def test_a_spoilt_file_costs_a_request_one_failed_load(
     assert engine.load_jobs["patient"] == 1
     assert patient.hits == 0
     assert answered > 500, "most lookups shall be a miss at once"
+    engine.manager.on_request_finished(patient.context)
 
-
-def test_the_pause_grows_and_a_success_ends_it(engines: Any, tmp_path: Path) -> None:
-    engine: Engine = engines(options(tmp_path))
-    store_into_file(engine, KEYS)
-    make_unreadable(tmp_path / "g3")
-    key = KEYS[0]
-
-    def pause_after_a_failure(name: str) -> float:
-        job = engine.load([key], [0], request(name))
-        engine.finish(job)
-        assert not job.arrived
-        failed_at = time.monotonic()
-        engine.run_until(
-            lambda: (
-                engine.lookup_all([key], request(name + "-other")) == [LookupResult.HIT]
-            ),
-            10,
-            "the pause",
-        )
-        return time.monotonic() - failed_at
-
-    first = pause_after_a_failure("first")
-    second = pause_after_a_failure("second")
-    assert second > 1.5 * first
-    assert engine.probe.lost()["load_failed"] == 2
+    def reads_again() -> bool:
+        later = engine.begin("later", [key])
+        engine.wait_for(later)
+        engine.manager.on_request_finished(later.context)
+        return later.hits == 1
 
     make_usable(tmp_path / "g3")
-    job = engine.load([key], [0], request("third"))
-    engine.finish(job)
-    assert job.arrived == [key]
-    for name in ("first", "second", "third"):
-        engine.end(request(name))
-    assert not engine.tier._backoff.active
+    engine.run_until(reads_again, what="the pause")
+
+
+def test_reads_that_end_after_the_timeout_harm_nobody(
+    engines: Any, tmp_path: Path
+) -> None:
+    """KVCR gives them up, which does not stop what the kernel has begun.
+
+    The data arrives later, wherever the memory belongs by then, and NIXL's POSIX plugin
+    completes into memory that it has freed, which killed 8 processes of 9. The timeout
+    is so short that any disk is too slow.
+    """
+    keys, slots = make_keys(384, "many"), range(384)
+    short = {
+        "secondary_g2_slots": 128,
+        "max_operation_bytes": 32 * MIB,
+        "operation_timeout_ms": 10,
+        "abandon_timeout_ms": 20,
+        "g3": g3(tmp_path / "g3", len(keys)),
+    }
+    engine: Engine = engines(short, rows=len(keys))
+    for _ in range(3):
+        engine.finish(engine.store(keys, slots))
+        engine.memory.fill(1)
+        job = engine.load(keys, slots)
+        engine.finish(job)
+        # What was given up belongs to others at once.
+        failed = job.failed_chunks
+        others = make_keys(len(failed), "somebody else's prompt")
+        engine.write(others, failed, writer="somebody else")
+        engine.run_for(0.3)
+        assert engine.wrong_blocks(others, failed, writer="somebody else") == []

@@ -8,8 +8,6 @@ sizes agree. All that keeps the peer's bytes out is the namespace in the key.
 
 from typing import Any
 
-import pytest
-
 from tests.v1.kv_offload.tiering.kvcr.builders import (
     free_port,
     make_hint,
@@ -17,71 +15,38 @@ from tests.v1.kv_offload.tiering.kvcr.builders import (
     peer_options,
 )
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine, Job
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
 from vllm.v1.kv_offload.base import LookupResult
 
 KEYS = make_keys(8)
-CHUNKS = list(range(8))
+OTHERS = make_keys(8, "others")
 SLOW = {"operation_timeout_ms": 20_000}
 
 
-def pull(engine: Engine, peer: Any) -> Job:
-    context = engine.begin("pull", make_hint(peer.port, KEYS))
-    assert set(engine.lookup_all(KEYS, context)) == {LookupResult.HIT}
-    job = engine.load(KEYS, CHUNKS, context)
-    engine.finish(job)
-    # vLLM looks again after a load that failed.
-    missing = [key for key in KEYS if key not in job.arrived]
-    answers = engine.lookup_all(missing, context)
-    assert set(answers) <= {LookupResult.MISS}
-    engine.end(context)
-    return job
-
-
-def small_engine(engines: Any, spec: Any, **options: Any) -> Engine:
-    engine: Engine = engines(
-        peer_options(free_port()) | SLOW | options, rows=16, spec=spec, writer="ours"
-    )
-    return engine
-
-
-@pytest.mark.parametrize(
-    ("difference", "field"),
-    [
-        ({"model": "another"}, "model"),
-        ({"dtype": "float16"}, "kv_dtype"),
-        ({"tokens_per_block": 32}, "groups"),
-        ({"tp_size": 2}, "parallel"),
-    ],
-)
 def test_they_are_a_miss_that_is_counted_and_explained(
-    peers: Any, engines: Any, difference: dict[str, Any], field: str
+    peers: Any, engines: Any
 ) -> None:
-    theirs = make_spec(**{"model": "a model"} | difference)
-    peer = peers(SLOW, rows=8, spec=theirs, writer="theirs")
-    peer.call("hold", KEYS)
-    engine = small_engine(engines, make_spec("a model"))
-    assert pull(engine, peer).arrived == []
-    report = peer.call("report")
-    assert report["lost"] == {"foreign": len(KEYS)}
-    lines = [line for line in report["log"] if "foreign" in line]
-    assert len(lines) == 1
-    assert lines[0].endswith(f"(differs in {field})")
-
-
-def test_the_same_model_is_served(peers: Any, engines: Any) -> None:
     spec = make_spec("a model")
-    peer = peers(SLOW, rows=8, spec=spec, writer="ours")
-    peer.call("hold", KEYS)
-    assert pull(small_engine(engines, spec), peer).arrived == KEYS
+    foreign = peers(
+        SLOW, rows=8, spec=make_spec("a model", dtype="float16"), writer="theirs"
+    )
+    foreign.call("hold", KEYS)
+    same = peers(SLOW, rows=8, spec=spec, writer="ours")
+    same.call("hold", OTHERS)
+    engine: Engine = engines(
+        peer_options(free_port()) | SLOW, rows=16, spec=spec, writer="ours"
+    )
+    context = engine.begin("foreign", make_hint(foreign.port, KEYS))
+    assert set(engine.lookup_all(KEYS, context)) == {LookupResult.HIT}
+    job = engine.load(KEYS, range(8), context)
+    engine.finish(job)
+    assert job.arrived == []
+    # vLLM looks again after a load that failed.
+    assert set(engine.lookup_all(KEYS, context)) == {LookupResult.MISS}
+    engine.end(context)
+    report = foreign.call("report")
+    assert report["lost"] == {"foreign": len(KEYS)}
+    (line,) = [line for line in report["log"] if "foreign" in line]
+    assert line.endswith("(differs in kv_dtype)")
 
-
-def test_without_a_namespace_they_pass_for_ours(peers: Any, engines: Any) -> None:
-    """For a fleet in the middle of an upgrade; and what the namespace is good for."""
-    options = {"namespace": "off"}
-    peer = peers(SLOW | options, rows=8, spec=make_spec("another"), writer="theirs")
-    peer.call("hold", KEYS)
-    engine = small_engine(engines, make_spec("a model"), **options)
-    assert pull(engine, peer).arrived == KEYS
-    assert engine.wrong_blocks(KEYS, CHUNKS, writer="theirs") == []
-    engine.wrong.clear()
+    assert engine.pull(same.port, OTHERS, range(8), "same").arrived == OTHERS

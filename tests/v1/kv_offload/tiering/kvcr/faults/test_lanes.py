@@ -6,8 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.v1.kv_offload.tiering.kvcr.builders import (
     free_port,
     make_hint,
@@ -16,7 +14,8 @@ from tests.v1.kv_offload.tiering.kvcr.builders import (
 )
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.bounds import at_most
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import g3
 
 THEIRS = make_keys(48, "theirs")
 OTHERS = make_keys(8, "another peer's")
@@ -27,47 +26,35 @@ PULL_S = 1.0
 SOON_S = 5.0
 
 
-@pytest.mark.parametrize("files", [True, False], ids=["with files", "without"])
-def test_files_and_other_peers_go_on(
-    peers: Any, engines: Any, disk: Path, files: bool
-) -> None:
+def test_files_and_other_peers_go_on(peers: Any, engines: Any, disk: Path) -> None:
     hanging, other = peers(rows=64), peers(rows=64)
     hanging.call("hold", THEIRS)
     other.call("hold", OTHERS)
-    options: dict[str, Any] = {
+    options = peer_options(free_port()) | {
         "secondary_g2_slots": 64,
         "operation_timeout_ms": 60_000,
         "pull_timeout_ms": int(1000 * PULL_S),
         "max_pull_blocks": 64,
+        "g3": g3(disk / "g3", 128),
     }
-    if files:
-        options["g3"] = {
-            "paths": str(disk / "g3"),
-            "capacity_bytes_per_file": 128 * MIB,
-            "backend": "POSIX",
-        }
-    engine: Engine = engines(peer_options(free_port()) | options, rows=96)
-    if files:
-        engine.finish(engine.store(FILED, range(8)))
-        for first in range(0, len(FILLERS), 8):
-            engine.finish(engine.store(FILLERS[first : first + 8], range(8)))
-            engine.run_for(0.05)
+    engine: Engine = engines(options, rows=96)
+    for first in range(0, len(FILED + FILLERS), 8):
+        part = (FILED + FILLERS)[first : first + 8]
+        engine.finish(engine.store(part, range(8)))
+        engine.run_for(0.05)
     # Both are known before one of them hangs.
-    for name, peer, keys in (("h", hanging, THEIRS[:1]), ("o", other, OTHERS[:1])):
-        context = engine.begin(name, make_hint(peer.port, keys))
-        engine.finish(engine.load(keys, [95], context))
-        engine.end(context)
+    engine.pull(hanging.port, THEIRS[:1], [95], "h")
+    engine.pull(other.port, OTHERS[:1], [95], "o")
 
     hanging.stop()
     context = engine.begin("hangs", make_hint(hanging.port, THEIRS))
     stuck = engine.load(THEIRS[1:], range(16, 63), context)
     engine.run_for(0.1)
     started = time.monotonic()
-    if files:
-        # At another request's service: it is not the one that asked the peer.
-        read = engine.load(FILED, range(8), request("reads files"))
-        engine.finish(read, timeout_s=SOON_S)
-        assert read.arrived == FILED
+    # At another request's service: it is not the one that asked the peer.
+    read = engine.load(FILED, range(8), request("reads files"))
+    engine.finish(read, timeout_s=SOON_S)
+    assert read.arrived == FILED
     served = engine.begin("served", make_hint(other.port, OTHERS))
     pulled = engine.load(OTHERS[1:], range(8, 15), served)
     engine.finish(pulled, timeout_s=SOON_S)

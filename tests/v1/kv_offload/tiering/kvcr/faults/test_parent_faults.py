@@ -10,11 +10,12 @@ import pytest
 
 from tests.v1.kv_offload.tiering.kvcr.builders import free_port, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine, Job
 from vllm.v1.kv_offload.base import OffloadKey
 
 PROOF = make_keys(1, "first contact")
 KEYS = make_keys(15)
+CALLS = ("on_new_request", "lookup", "create_store_job", "on_request_finished")
 PATIENCE_S = 1.0
 
 Pull = Callable[..., dict[str, Any]]
@@ -24,27 +25,20 @@ Pull = Callable[..., dict[str, Any]]
 def source(engines: Any) -> Engine:
     """An engine that holds the blocks, for peers."""
     options = peer_options(free_port()) | {"operation_timeout_ms": 20_000}
-    engine: Engine = engines(options, rows=16)
+    engine: Engine = engines(options, rows=40)
     engine.hold(KEYS + PROOF)
     return engine
 
 
 @pytest.fixture
 def pull(peers: Any, source: Engine) -> Pull:
-    """Has a peer, which has little patience, pull all of them."""
-    peer = peers(
-        {
-            "operation_timeout_ms": int(1000 * PATIENCE_S),
-            "max_pull_blocks": 16,
-        },
-        rows=16,
-    )
-    port = source.options["control_ports"][0]
+    """Has a peer, which has little patience, pull blocks."""
+    options = {"operation_timeout_ms": int(1000 * PATIENCE_S), "max_pull_blocks": 16}
+    peer = peers(options, rows=16)
 
     def run(keys: list[OffloadKey] = KEYS) -> dict[str, Any]:
-        peer.send("pull", port, keys, f"pull of {len(keys)}")
-        source.run_until(lambda: peer.answered, 20, "a pull")
-        return dict(peer.receive())
+        answer: dict[str, Any] = peer.pull_from(source, keys, keys[0].hex())
+        return answer
 
     assert run(PROOF)["arrived"] == 1
     return run
@@ -54,29 +48,32 @@ def boom() -> None:
     raise RuntimeError("the manager was made to fail")
 
 
-@pytest.mark.parametrize(
-    "call", ["on_new_request", "lookup", "create_store_job", "on_request_finished"]
-)
-def test_the_manager_raises(source: Engine, pull: Pull, call: str) -> None:
-    jobs_before = len(source.jobs)
-    source.parent_faults[call] = boom
-    answer = pull()
-    assert answer["arrived"] < len(KEYS)
-    assert answer["seconds"] < 1.5 * PATIENCE_S
-    assert answer["wrong"] == []
-    source.run_until(lambda: source.unanswered == [], 10, "jobs")
-    made = [job for number, job in source.jobs.items() if number > jobs_before]
-    if call == "on_request_finished":
-        assert made, "the job had been made by then"
-        assert [job.result and job.result.success for job in made] == [False]
-    else:
-        assert made == []
-    assert source.probe.lost()["pin_failed"] > 0
-    assert source.probe.state == "healthy"
-    source.parent_faults.clear()
-    others = make_keys(2, "others")
-    source.hold(others)
-    assert pull(others)["arrived"] == 2, "it serves again"
+def made_since(source: Engine, jobs_before: int) -> list[Job]:
+    return [job for number, job in source.jobs.items() if number > jobs_before]
+
+
+def test_the_manager_raises(source: Engine, pull: Pull) -> None:
+    for number, call in enumerate(CALLS):
+        wanted, others = make_keys(4, call), make_keys(2, f"after {call}")
+        source.hold(wanted + others, 16 + 6 * number)
+        failed = source.probe.lost().get("pin_failed", 0)
+        jobs_before = len(source.jobs)
+        source.parent_faults[call] = boom
+        answer = pull(wanted)
+        assert answer["arrived"] < len(wanted), call
+        assert answer["seconds"] < 1.5 * PATIENCE_S, call
+        assert answer["wrong"] == [], call
+        source.run_until(lambda: source.unanswered == [], 10, "jobs")
+        made = made_since(source, jobs_before)
+        if call == "on_request_finished":
+            assert made, "the job had been made by then"
+            assert [job.result and job.result.success for job in made] == [False]
+        else:
+            assert made == [], call
+        assert source.probe.lost()["pin_failed"] > failed, call
+        assert source.probe.state == "healthy", call
+        source.parent_faults.clear()
+        assert pull(others)["arrived"] == 2, f"it serves again after {call}"
 
 
 def test_the_peer_gives_up_before_the_answer(source: Engine, pull: Pull) -> None:
@@ -85,8 +82,7 @@ def test_the_peer_gives_up_before_the_answer(source: Engine, pull: Pull) -> None
     answer = pull()
     assert answer["arrived"] < len(KEYS)
     assert answer["seconds"] < 1.5 * PATIENCE_S
-    source.run_for(0.5)
-    assert source.probe.pins_asked == 0
+    source.run_until(lambda: source.probe.pins_asked == 0, 10, "the request")
     source.all_pending = False
     source.run_for(0.2)
     assert source.unanswered == []
@@ -102,20 +98,7 @@ def test_the_peer_gives_up_before_kvcr_has_the_answer(
     source.parent_faults.clear()
     assert answer["arrived"] < len(KEYS)
     source.run_until(lambda: source.unanswered == [], 10, "the pin")
-    made = [job for number, job in source.jobs.items() if number > jobs_before]
+    made = made_since(source, jobs_before)
     assert made
     assert all(job.result and job.result.success for job in made)
     assert source.probe.pins == 0
-
-
-def test_a_pin_is_released_twice(source: Engine, peers: Any) -> None:
-    peer = peers({"operation_timeout_ms": 20_000, "max_pull_blocks": 16}, rows=16)
-    port = source.options["control_ports"][0]
-    peer.send("pull", port, KEYS)
-    source.run_until(lambda: source.probe.pins > 0, 20, "waiting for a pin")
-    assert all(source.probe.release_pins())
-    # KVCR's own release comes on top of it. Each result is checked to come once.
-    source.run_until(lambda: peer.answered, 20, "the pull")
-    peer.receive()
-    source.run_for(0.2)
-    assert source.unanswered == []

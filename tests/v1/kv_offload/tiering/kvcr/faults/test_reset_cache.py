@@ -38,16 +38,13 @@ def busy_engine(peers: Any, managed: Any, landing: str) -> tuple[ManagedEngine, 
         rows=32,
     )
     port = free_port()
-    engine: ManagedEngine = managed(
-        peer_options(port)
-        | {
-            "operation_timeout_ms": int(1000 * OPERATION_S),
-            "abandon_timeout_ms": int(2000 * OPERATION_S),
-            "secondary_g2_slots": len(FILLERS),
-            "remote_landing": landing,
-        },
-        rows=ROWS,
-    )
+    options = peer_options(port) | {
+        "operation_timeout_ms": int(1000 * OPERATION_S),
+        "abandon_timeout_ms": int(2000 * OPERATION_S),
+        "secondary_g2_slots": len(FILLERS),
+        "remote_landing": landing,
+    }
+    engine: ManagedEngine = managed(options, rows=ROWS)
     engine.run("own", OWN)
     engine.settle()
     # Out of KVCR's pool, so that peers are served from the primary tier.
@@ -55,9 +52,7 @@ def busy_engine(peers: Any, managed: Any, landing: str) -> tuple[ManagedEngine, 
     engine.settle()
     hint = make_hint(source.port, THEIRS)
     assert engine.run("first contact", THEIRS[:1], hint).hits
-    target.send("pull", port, OWN[:1], "first contact")
-    engine.run_until(lambda: target.answered, what="the first pin")
-    target.receive()
+    target.pull_from(engine, OWN[:1], "first contact")
     engine.settle()
 
     source.stop()
@@ -77,7 +72,7 @@ def test_nothing_touches_the_primary_tier_afterwards(
     peers: Any, managed: Any, landing: str
 ) -> None:
     engine, source = busy_engine(peers, managed, landing)
-    stopped_s = 4 * OPERATION_S
+    stopped_s = 3 * OPERATION_S
     resume = threading.Timer(stopped_s, source.go_on)
     resume.start()
     started = time.monotonic()
@@ -92,6 +87,6 @@ def test_nothing_touches_the_primary_tier_afterwards(
     assert not engine.manager._jobs
     engine.memory.fill(0xA5)
     resume.join()
-    engine.run_for(1.5)
+    engine.run_for(1.0)
     assert (engine.memory == 0xA5).all()
     assert engine.probe.state == "healthy"

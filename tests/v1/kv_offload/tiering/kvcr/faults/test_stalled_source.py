@@ -9,11 +9,10 @@ in a callback.
 import time
 from typing import Any
 
-from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer_options
+from tests.v1.kv_offload.tiering.kvcr.builders import free_port, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.probe import state_samples
-from vllm.v1.kv_offload.base import LookupResult
 
 KEYS = make_keys(8)
 STALL_S = 2.0
@@ -47,11 +46,7 @@ def test_it_says_so_and_is_of_no_use_to_peers(peers: Any, engines: Any) -> None:
     engine: Engine = engines(
         peer_options(free_port()) | {"operation_timeout_ms": 20_000}, rows=16
     )
-    context = engine.begin("pull", make_hint(peer.port, KEYS))
-    assert set(engine.lookup_all(KEYS, context)) == {LookupResult.HIT}
-    job = engine.load(KEYS, range(8), context)
-    assert engine.finish(job) < 5
-    assert not job.arrived
-    # And it still loads from others, and for itself.
-    report = peer.call("report")
-    assert report["wrong"] == []
+    started = time.monotonic()
+    assert not engine.pull(peer.port, KEYS, range(8)).arrived
+    assert time.monotonic() - started < 5
+    assert peer.call("report")["wrong"] == []

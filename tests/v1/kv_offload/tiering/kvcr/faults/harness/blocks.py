@@ -8,6 +8,7 @@ content around.
 """
 
 import hashlib
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -44,3 +45,9 @@ def _noise(size: int) -> np.ndarray:
 def _seed(key: bytes, writer: str) -> np.uint64:
     digest = hashlib.blake2b(key + writer.encode(), digest_size=8).digest()
     return np.frombuffer(digest, dtype=np.uint64)[0]
+
+
+def watch(memory: np.ndarray) -> Callable[[], bool]:
+    """Tells whether the last byte of any slot has changed since."""
+    before = memory[:, -1].copy()
+    return lambda: bool((memory[:, -1] != before).any())

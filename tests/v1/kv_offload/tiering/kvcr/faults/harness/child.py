@@ -23,13 +23,41 @@ import pytest
 _REPOSITORY = Path(__file__).resolve().parents[7]
 _PRELOADED = f"{__package__}.peer_process"
 _START_TIMEOUT_S = 60.0
-_CALL_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 5.0
 _IDLE_S = 0.0005
 STANDARD_OUTPUTS = (1, 2)
 
 
-class Child:
+class Answering:
+    """The handle of a process that is commanded over a pipe."""
+
+    _connection: Connection
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Have the process do something, and wait for the answer."""
+        self.send(name, *arguments)
+        return self.receive()
+
+    def send(self, name: str, *arguments: Any) -> None:
+        """As ``call``, without waiting for the answer."""
+        self._connection.send((name, arguments))
+
+    @property
+    def answered(self) -> bool:
+        """Whether ``receive`` would return at once."""
+        return bool(self._connection.poll(0))
+
+    def receive(self, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """The answer to the oldest ``send``."""
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError(f"a process did not answer in {timeout_s} s")
+        succeeded, value = self._connection.recv()
+        assert succeeded, f"in another process: {value}"
+        return value
+
+
+class Child(Answering):
     """The handle of a process.
 
     Args:
@@ -59,34 +87,6 @@ class Child:
         assert pid is not None
         return pid
 
-    @property
-    def exit_code(self) -> int | None:
-        return self._process.exitcode
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Have the process do something, and wait for the answer."""
-        self.send(name, *arguments)
-        return self.receive()
-
-    def send(self, name: str, *arguments: Any) -> None:
-        """As ``call``, without waiting for the answer."""
-        self._connection.send((name, arguments))
-
-    @property
-    def answered(self) -> bool:
-        """Whether ``receive`` would return at once."""
-        return bool(self._connection.poll(0))
-
-    def receive(self, timeout_s: float = _CALL_TIMEOUT_S) -> Any:
-        """The answer to the oldest ``send``."""
-        connection: Connection = self._connection
-        if not connection.poll(timeout_s):
-            raise TimeoutError(f"process {self.pid} did not answer in {timeout_s} s")
-        succeeded, value = connection.recv()
-        if not succeeded:
-            raise AssertionError(f"in process {self.pid}: {value}")
-        return value
-
     def stop(self) -> None:
         """Stop the process: no thread of it runs any more."""
         os.kill(self.pid, signal.SIGSTOP)
@@ -112,7 +112,7 @@ class Child:
             # It may be gone meanwhile, or be too slow: killed below either way.
             with contextlib.suppress(OSError):
                 self._connection.send(None)
-            self._process.join(_CALL_TIMEOUT_S)
+            self._process.join(CALL_TIMEOUT_S)
         self.kill()
         self._connection.close()
 

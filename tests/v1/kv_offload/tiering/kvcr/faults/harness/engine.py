@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.v1.kv_offload.tiering.kvcr.builders import make_spec, request
+from tests.v1.kv_offload.tiering.kvcr.builders import make_hint, make_spec, request
 from tests.v1.kv_offload.tiering.kvcr.faults.harness import blocks
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.probe import Probe
 from vllm.v1.kv_offload.base import (
@@ -48,6 +48,10 @@ class Job:
     result: JobResult | None = None
 
     @property
+    def succeeded(self) -> bool:
+        return self.result is not None and self.result.success
+
+    @property
     def arrived(self) -> list[OffloadKey]:
         """The keys of a load that hold their blocks now."""
         if self.result is None:
@@ -63,10 +67,7 @@ class Job:
 
     @property
     def failed_chunks(self) -> list[int]:
-        arrived = set(self.arrived)
-        return [
-            c for k, c in zip(self.keys, self.chunks, strict=True) if k not in arrived
-        ]
+        return self.chunks_of(set(self.keys).difference(self.arrived))
 
 
 @dataclass
@@ -77,8 +78,32 @@ class SlowCall:
     cpu_seconds: float = 0.0
 
 
+class Steps:
+    """What is run by steps of the scheduler."""
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    def run_until(
+        self, done: Callable[[], bool], timeout_s: float = 30.0, what: str = "it"
+    ) -> float:
+        """Step until ``done()``; seconds that took."""
+        started = time.monotonic()
+        while not done():
+            waited = time.monotonic() - started
+            assert waited < timeout_s, f"no end of {what} after {waited:.1f} s"
+            self.step()
+            time.sleep(_STEP_S)
+        return time.monotonic() - started
+
+    def run_for(self, seconds: float) -> None:
+        """Step for a while."""
+        until = time.monotonic() + seconds
+        self.run_until(lambda: time.monotonic() >= until, seconds + 60)
+
+
 @dataclass
-class Engine(ParentManager):
+class Engine(Steps, ParentManager):
     """See above.
 
     Args:
@@ -170,6 +195,21 @@ class Engine(ParentManager):
         self.call("submit_load", self._describe(job, context))
         return job
 
+    def pull(
+        self,
+        port: int,
+        keys: Sequence[OffloadKey],
+        chunks: Sequence[int],
+        name: str = "pull",
+    ) -> Job:
+        """Run a request that is hinted at the engine on ``port``, to its end."""
+        context = self.begin(name, make_hint(port, keys))
+        assert set(self.lookup_all(keys, context)) == {LookupResult.HIT}
+        job = self.load(keys, chunks, context)
+        self.finish(job)
+        self.end(context)
+        return job
+
     def step(self) -> None:
         """One step of the scheduler."""
         for result in self.call("get_finished_jobs"):
@@ -177,28 +217,11 @@ class Engine(ParentManager):
         self.call("serve_external_requests", self)
         self.call("on_schedule_end", _NO_REQUESTS)
 
-    def run_until(
-        self, done: Callable[[], bool], timeout_s: float, what: str = "it"
-    ) -> float:
-        """Step until ``done()``; seconds that took."""
-        started = time.monotonic()
-        while not done():
-            waited = time.monotonic() - started
-            assert waited < timeout_s, f"no end of {what} after {waited:.1f} s"
-            self.step()
-            time.sleep(_STEP_S)
-        return time.monotonic() - started
-
     def finish(self, *jobs: Job, timeout_s: float = 30.0) -> float:
         """Step until ``jobs`` have their results; seconds that took."""
         return self.run_until(
             lambda: all(job.result is not None for job in jobs), timeout_s, "jobs"
         )
-
-    def run_for(self, seconds: float) -> None:
-        """Step for a while."""
-        until = time.monotonic() + seconds
-        self.run_until(lambda: time.monotonic() >= until, seconds + 60)
 
     def drain(self) -> None:
         self.call("drain_jobs")

@@ -1,9 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Files that fail or change under KVCR, which has them open in this process."""
+"""Files of KVCR's, which fail or change while it has them open in this process."""
 
 import os
 from pathlib import Path
+from typing import Any
+
+
+def g3(paths: Path | list[Path], slots: int, row_bytes: int = 1 << 20) -> Any:
+    """The option for files that hold ``slots`` blocks each."""
+    return {
+        "paths": paths,
+        "capacity_bytes_per_file": slots * row_bytes,
+        "backend": "POSIX",
+    }
 
 
 def make_unreadable(path: Path) -> None:

@@ -9,7 +9,7 @@ is promoted and evicted, when a request waits, and what an exception would have 
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from tests.v1.kv_offload.tiering.kvcr.builders import make_spec, request
 from tests.v1.kv_offload.tiering.kvcr.faults.harness import blocks
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Steps
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.probe import Probe
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -50,7 +51,7 @@ class Request:
     steps: int = 0
 
 
-class ManagedEngine:
+class ManagedEngine(Steps):
     """See above.
 
     Args:
@@ -68,6 +69,7 @@ class ManagedEngine:
         spec: Any = None,
         writer: str = "model",
     ) -> None:
+        self.options = options
         self.writer = writer
         self.wrong: list[str] = []
         self.strangers = False
@@ -135,24 +137,9 @@ class ManagedEngine:
         self.serve(served, timeout_s=timeout_s)
         return served
 
-    def run_until(
-        self, done: Callable[[], bool], timeout_s: float = 30.0, what: str = "it"
-    ) -> None:
-        """Step until ``done()``."""
-        deadline = time.monotonic() + timeout_s
-        while not done():
-            assert time.monotonic() < deadline, f"no end of {what}"
-            self.step()
-            time.sleep(_STEP_S)
-
     def settle(self) -> None:
         """Step until nothing is under way between the tiers."""
         self.run_until(lambda: not self.manager._jobs, what="jobs")
-
-    def run_for(self, seconds: float) -> None:
-        """Step for a while."""
-        until = time.monotonic() + seconds
-        self.run_until(lambda: time.monotonic() >= until, seconds + 60)
 
     def read(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
         """Copy blocks to the GPU, so to say: look at every byte."""

@@ -3,6 +3,7 @@
 """A second engine in a process of its own."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from tests.v1.kv_offload.tiering.kvcr.builders import (
@@ -12,6 +13,7 @@ from tests.v1.kv_offload.tiering.kvcr.builders import (
 )
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.child import Child
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer_process import serve
+from vllm.v1.kv_offload.base import OffloadKey
 
 
 class Peer(Child):
@@ -34,3 +36,11 @@ class Peer(Child):
         engine["options"] = peer_options(self.port) | (options or {})
         # Both ends of a transfer have to use the same.
         super().__init__(serve, engine, os.environ.get("UCX_TLS"))
+
+    def pull_from(
+        self, engine: Any, keys: Sequence[OffloadKey], request_id: str = "pull"
+    ) -> dict[str, Any]:
+        """Pull blocks from an engine of the test's process, which steps meanwhile."""
+        self.send("pull", engine.options["control_ports"][0], keys, request_id)
+        engine.run_until(lambda: self.answered, 20, "a pull")
+        return dict(self.receive())

@@ -3,9 +3,8 @@
 """Looking inside a tier: the one place that knows its, and KVCR's, private names."""
 
 import ctypes
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -146,36 +145,9 @@ class Probe:
         core = self._tier._kvcr._core
         core.config = replace(core.config, operation_timeout_ms=int(1000 * seconds))
 
-    def write_straight(self, blocks: int) -> None:
-        """Load as the obvious adapter does: one operation a job, into the slots."""
-        transfers = self._tier._transfers
-        transfers._stages_peers = transfers._has_files = False
-        staging = self._tier._staging
-        staging._limits = replace(staging._limits, file_window=0, peer_window=0)
-        transfers._limits = replace(
-            transfers._limits, load_operation=blocks, load_window=blocks
-        )
-
     def drains_within(self, seconds: float) -> bool:
         """Whether a drain would end in that time."""
         return bool(self._tier._drain(seconds))
-
-    def release_pins(self) -> list[bool]:
-        """Release every pin that is held, as KVCR does; what it is told."""
-        pins = self._tier._pins
-        return [pins.release_pin(handle) for handle in list(pins._held)]
-
-    def deposit_at_once(self, keys: Sequence[bytes]) -> None:
-        """Store the primary tier's first rows as one operation, bypassing the tier."""
-        tier = self._tier
-        refs = tier._transfers._block_refs
-        blocks = {key: refs(chunk) for chunk, key in enumerate(keys)}
-        tier._kvcr.deposit(blocks)
-
-    @property
-    def operations(self) -> int:
-        """Operations that KVCR has under way."""
-        return int(self._tier._kvcr._core._outstanding_operations)
 
     def kill_progress(self, error: BaseException) -> None:
         """Have KVCR's progress thread die of ``error`` in its next iteration."""
@@ -203,24 +175,3 @@ def state_samples(metrics: dict[str, float]) -> dict[str, float]:
         for name, value in metrics.items()
         if name.startswith(prefix)
     }
-
-
-class ProgressWatch:
-    """The longest work for which KVCR's progress thread served nobody else.
-
-    Measured as that thread's CPU time, which other processes do not add to.
-    """
-
-    def __init__(self, tier: Any) -> None:
-        self.longest_s = 0.0
-        self._last: float | None = None
-        dangling = tier._kvcr._core._remote_fw_dram._dangling_ops
-        self._begin_poll = dangling.begin_poll
-        dangling.begin_poll = self._polled
-
-    def _polled(self) -> None:
-        now = time.thread_time()
-        if self._last is not None:
-            self.longest_s = max(self.longest_s, now - self._last)
-        self._last = now
-        self._begin_poll()

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ from tests.v1.kv_offload.tiering.kvcr.builders import (
     free_port,
     peer_options,
 )
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.child import (
+    CALL_TIMEOUT_S,
+    Answering,
+)
 
 _START_TIMEOUT_S = 120.0
-_CALL_TIMEOUT_S = 30.0
 
 
-class ReleasedPeer:
+class ReleasedPeer(Answering):
     """As ``Peer``, started anew instead of forked.
 
     Args:
@@ -45,7 +48,7 @@ class ReleasedPeer:
                 # One that does not even start connects never.
                 listener._listener._socket.settimeout(_START_TIMEOUT_S)  # type: ignore[attr-defined]
                 try:
-                    self._connection: Connection = listener.accept()
+                    self._connection = listener.accept()
                     self._connection.send(engine)
                     self.receive(_START_TIMEOUT_S)
                 except BaseException:
@@ -56,29 +59,11 @@ class ReleasedPeer:
     def exit_code(self) -> int | None:
         return self._process.poll()
 
-    @property
-    def answered(self) -> bool:
-        return self._connection.poll(0)
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        self.send(name, *arguments)
-        return self.receive()
-
-    def send(self, name: str, *arguments: Any) -> None:
-        self._connection.send((name, arguments))
-
-    def receive(self, timeout_s: float = _CALL_TIMEOUT_S) -> Any:
-        if not self._connection.poll(timeout_s):
-            raise TimeoutError(f"process {self._process.pid} did not answer")
-        succeeded, value = self._connection.recv()
-        assert succeeded, f"in process {self._process.pid}: {value}"
-        return value
-
     def close(self) -> None:
         """Have the process end by itself; kill it if that takes too long."""
         self._connection.close()
         try:
-            self._process.wait(_CALL_TIMEOUT_S)
+            self._process.wait(CALL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
