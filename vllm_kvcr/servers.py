@@ -39,7 +39,8 @@ MODEL_NAME = "demo"
 START_SECONDS = 400.0
 REQUEST_SECONDS = 60.0
 
-# NIXL's threads spin, and so do engines before vLLM 0.33. Their clients come first.
+# Engines spin while they start, and before vLLM 0.33 also when idle. Their clients come
+# first.
 NICENESS = 5
 
 # Two servers that pin themselves to the same core can wait for each other for minutes.

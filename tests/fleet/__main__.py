@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from tests.fleet import first_contact, guard, ranks, router
+from tests.fleet import dynamo, first_contact, guard, ranks, router
 from vllm_kvcr.demo_console import termination_interrupts
 
 PARTS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "router": (router.main, "the example's router in front of two servers"),
+    "dynamo": (dynamo.main, "Dynamo's router in front of two engines"),
     "ranks": (ranks.main, "a server pulls from another one's second rank"),
     "guard": (guard.main, "a pool that outlives its server"),
     "first-contact": (first_contact.main, "two servers meet, twenty times"),

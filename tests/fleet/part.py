@@ -2,11 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What the parts of the fleet have in common."""
 
+import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_kvcr.servers import ServerFailed
+from vllm_kvcr import process_group
+from vllm_kvcr.servers import NICENESS, ServerFailed
 
 
 def status_of(run: Callable[[Path], list[str]]) -> int:
@@ -19,3 +22,23 @@ def status_of(run: Callable[[Path], list[str]]) -> int:
     for fault in faults:
         print(f"FAILED {fault}")
     return 1 if faults else 0
+
+
+@contextmanager
+def started(
+    command: Sequence[str], log: Path, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with the block, and all that it has started."""
+    with log.open("ab") as sink:
+        process = subprocess.Popen(
+            ["nice", "-n", str(NICENESS), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            env=dict(environment),
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        process_group.end(process)

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,7 @@ import httpx
 
 from tests import peers_vllm
 from tests.fleet.ledger import Ledger, settle
-from tests.fleet.part import status_of
-from vllm_kvcr import process_group
+from tests.fleet.part import started, status_of
 from vllm_kvcr.demo_model import make_prompts, write_model
 from vllm_kvcr.demo_plan import BLOCKS_PER_CHUNK, TOKENS_PER_BLOCK, Workload
 from vllm_kvcr.demo_process import log_tail
@@ -122,26 +121,14 @@ def routed(servers: Sequence[Server], log: Path) -> Iterator[Client]:
         url = f"http://{LOCALHOST}:{server.port}"
         endpoints = server.events_endpoint, server.control_endpoint
         command += ["--engine", url, *endpoints, str(server.replay_endpoint)]
-    with log.open("ab") as sink:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=sink,
-            env={**os.environ, **OF_SERVERS, "PYTHONPATH": str(ROOT)},
-            start_new_session=True,
-        )
-    client = Client(port)
-    try:
+    environment = {**os.environ, **OF_SERVERS, "PYTHONPATH": str(ROOT)}
+    with started(command, log, environment) as process, closing(Client(port)) as client:
         deadline = time.monotonic() + ROUTER_SECONDS
         while not client.is_ready():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise ServerFailed(f"the router does not start:\n{log_tail(log)}")
             time.sleep(0.1)
         yield client
-    finally:
-        client.close()
-        process_group.end(process)
 
 
 def send_all(

@@ -26,7 +26,7 @@ def ran(parts: Mock) -> list[str]:
 
 def test_all_parts_are_run_and_one_failure_is_the_whole_s(parts, capsys) -> None:
     assert fleet.main(["--starts", "3"]) == 1
-    assert ran(parts) == ["router", "ranks", "guard", "first-contact"]
+    assert ran(parts) == ["router", "dynamo", "ranks", "guard", "first-contact"]
     assert parts.method_calls[-1].args == (["--starts", "3"],)
     printed = capsys.readouterr().out
     assert "== ranks: FAILED in" in printed

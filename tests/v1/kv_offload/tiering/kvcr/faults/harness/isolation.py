@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A process for each test, forked before any test has started native threads.
 
-An engine whose peer died keeps its buffers mapped, and NIXL's thread for it spins until
-the process ends. In one process these threads add up until nothing else gets a core.
+An engine whose peer died keeps its buffers mapped and its native threads running until
+the process ends. In one process they would add up, and a crash would end all tests.
 """
 
 import contextlib
