@@ -98,7 +98,7 @@ def run(folder: Path) -> list[str]:
             return log
 
         listen = ["--http-host", LOCALHOST, "--http-port", str(http), *ROUTER]
-        start("frontend", "dynamo.frontend", listen, -1)
+        frontend = start("frontend", "dynamo.frontend", listen, -1)
         workers = []
         for name in "AB":
             (port,) = free_ports(1)
@@ -108,7 +108,7 @@ def run(folder: Path) -> list[str]:
             wait_for(lambda at=metrics: RUNNING in httpx.get(at, timeout=5).text, log)
             workers.append(metrics)
         served = f"{url}/v1/models"
-        wait_for(lambda: bool(httpx.get(served, timeout=5).json()["data"]), log)
+        wait_for(lambda: bool(httpx.get(served, timeout=5).json()["data"]), frontend)
         faults = send_all(url)
         moved = [Metrics(httpx.get(each, timeout=20).text) for each in workers]
     pulled = [each.total(MOVED, place="peer", direction="load") for each in moved]
@@ -165,20 +165,18 @@ def worker_arguments(name: str, folder: Path) -> list[str]:
 
 
 def write_tokenizer(model: Path) -> None:
-    """Dynamo wants one: each token is a word."""
+    """Dynamo wants one, with a template for chats: each token is a word."""
     words = {f"t{token}": token for token in range(VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(model / "tokenizer.json"))
-    (model / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": "t1",
-                "unk_token": "t0",
-            }
-        )
-    )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "t1",
+        "unk_token": "t0",
+        "chat_template": "{{ messages[0].content }}",
+    }
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def installed() -> Path:
