@@ -78,8 +78,8 @@ def idle_tiers(plan: Plan, folder: Path, log: Path, tell: Tell) -> Section:
             "sleeping engine for a peer, so that there an engine that serves peers has "
             "to step. From 0.33 on a thread of vLLM's manager polls instead, here "
             "every millisecond; what a thread costs that polls nothing is not the "
-            "tier's. NIXL's own progress thread never sleeps: each process with a KVCR "
-            "has one, whatever uses that KVCR.",
+            "tier's. Each process with a KVCR has NIXL's progress thread, which never "
+            "sleeps by itself; this adapter has it wait for data.",
         ),
     )
 
