@@ -7,7 +7,6 @@ hint. Every prompt is sent several times, so that workers are chosen that lack w
 other one has. Its packages, 260 MiB, are installed into a folder of their own first.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -23,7 +22,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from scripts.pip import pip
 from tests import peers_vllm
-from tests.fleet.part import started, status_of
+from tests.fleet.part import main_of, started
 from vllm_kvcr.demo_model import VOCABULARY, make_prompts, write_model
 from vllm_kvcr.demo_plan import BLOCKS_PER_CHUNK, TOKENS_PER_BLOCK, Workload
 from vllm_kvcr.demo_process import log_tail
@@ -65,11 +64,7 @@ LOST = "vllm:kvcr_tier_lost_blocks_total"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(
-        prog="python -m tests.fleet.dynamo",
-        description="Dynamo's router in front of two engines.",
-    ).parse_args(argv)
-    return status_of(run)
+    return main_of("dynamo", "Dynamo's router in front of two engines.", run, argv)
 
 
 def run(folder: Path) -> list[str]:

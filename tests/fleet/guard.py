@@ -7,7 +7,6 @@ some of them from the guard, at A's control endpoint. A new server takes the poo
 and is served from it, without a hint.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import peers_vllm
-from tests.fleet.part import status_of
+from tests.fleet.part import main_of
 from vllm_kvcr import process_group
 from vllm_kvcr.demo_model import CHUNK_BYTES, make_prompts, write_model
 from vllm_kvcr.demo_plan import Workload
@@ -43,11 +42,7 @@ CONTACT_SECONDS = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(
-        prog="python -m tests.fleet.guard",
-        description="A pool that outlives its server.",
-    ).parse_args(argv)
-    return status_of(run)
+    return main_of("guard", "A pool that outlives its server.", run, argv)
 
 
 @contextmanager

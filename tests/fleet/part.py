@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What the parts of the fleet have in common."""
 
+import argparse
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +11,19 @@ from pathlib import Path
 
 from vllm_kvcr import process_group
 from vllm_kvcr.servers import NICENESS, ServerFailed
+
+
+def main_of(
+    part: str,
+    summary: str,
+    run: Callable[[Path], list[str]],
+    argv: Sequence[str] | None,
+) -> int:
+    """The ``main`` of a part that has no options."""
+    argparse.ArgumentParser(
+        prog=f"python -m tests.fleet.{part}", description=summary
+    ).parse_args(argv)
+    return status_of(run)
 
 
 def status_of(run: Callable[[Path], list[str]]) -> int:

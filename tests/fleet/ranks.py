@@ -7,7 +7,6 @@ its own. A prompt that the second rank has computed is hinted at that rank's por
 served from there; one that only the first rank has is not.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests import peers_vllm
-from tests.fleet.part import status_of
+from tests.fleet.part import main_of
 from vllm_kvcr.demo_model import make_prompts, write_model
 from vllm_kvcr.demo_plan import TOKENS_PER_CHUNK, Workload
 from vllm_kvcr.kv_events import Subscription
@@ -38,11 +37,8 @@ SUBSCRIBE_SECONDS = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(
-        prog="python -m tests.fleet.ranks",
-        description="A server pulls from the second data-parallel rank of another one.",
-    ).parse_args(argv)
-    return status_of(run)
+    summary = "A server pulls from the second data-parallel rank of another one."
+    return main_of("ranks", summary, run, argv)
 
 
 def run(folder: Path) -> list[str]:

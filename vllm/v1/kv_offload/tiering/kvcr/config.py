@@ -17,7 +17,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
-    Field,
     TypeAdapter,
     ValidationError,
     model_validator,
@@ -266,7 +265,7 @@ class TierConfig(_Options):
     namespace, as in kvcr tiers that lack this option. Any other text is the namespace
     itself. Give each version of a model's weights its own."""
 
-    nixl_progress_delay_ms: Annotated[values.CountOrNone, Field(le=1000)] = 1
+    nixl_progress_delay_ms: values.Delay = 1
     """How long NIXL's progress thread may sleep while no data arrives. With 0 it never
     sleeps and takes a core, as it does without this tier."""
 

@@ -218,6 +218,10 @@ Count = Annotated[
 CountOrNone = Annotated[
     _ZERO_UP, BeforeValidator(_no_bool, json_schema_input_type=_ZERO_UP | _NUMBER)
 ]
+_UP_TO_1000 = Annotated[int, Field(ge=0, le=1000)]
+Delay = Annotated[
+    _UP_TO_1000, BeforeValidator(_no_bool, json_schema_input_type=_UP_TO_1000 | _NUMBER)
+]
 Size = Annotated[
     _ONE_UP, BeforeValidator(_size, json_schema_input_type=_ONE_UP | _SIZE_TEXT)
 ]

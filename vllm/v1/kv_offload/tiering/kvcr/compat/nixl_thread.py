@@ -25,11 +25,9 @@ def sleeping(delay_ms: int) -> Iterator[None]:
         from nixl import _bindings as bindings  # type: ignore[import-untyped,unused-ignore]
 
         own: Any = bindings.nixlAgentConfig
-        if not (delay_ms and hasattr(own, "pthrDelay")):
-            own = None
     except (ImportError, AttributeError):
         own = None
-    if own is None:
+    if not (delay_ms and hasattr(own, "pthrDelay")):
         yield
         return
 
