@@ -17,9 +17,9 @@ Everything else runs on the engine's thread.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,14 +43,10 @@ class Checked(NamedTuple):
     """Blocks that were in a file, and whose stored bytes nobody knows."""
 
 
-@dataclass(slots=True)
-class _Work:
-    token: Any
-    chunks: list[int]
-    sums: list[Sum] | None
-    """To be filled in; ``None`` if the blocks are to be compared with ``copies``."""
-    keys: list[bytes]
-    copies: list[Copy]
+_Verdict = tuple[list[bytes], list[bytes]]
+"""The blocks that are corrupt, and those that are unverified."""
+_Judge = Callable[[list[int] | None], _Verdict]
+"""Takes the checksums that were computed; ``None`` if that failed."""
 
 
 class BlockSums:
@@ -64,7 +60,7 @@ class BlockSums:
     def __init__(self, rows: np.ndarray, residency: Residency) -> None:
         self._rows: np.ndarray | None = rows
         self._residency = residency
-        self._done: deque[tuple[_Work, list[int] | None]] = deque()
+        self._done: deque[tuple[object, _Judge, list[int] | None]] = deque()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvcr-verify")
 
     def record(
@@ -76,10 +72,8 @@ class BlockSums:
         argument for ``stored``.
         """
         sums = self._residency.storing([key for key, _ in blocks])
-        if len(sums) < len(blocks):
-            blocks = [block for block in blocks if block[0] in sums]
-        chunks = [chunk for _, chunk in blocks]
-        self._start(_Work(token, chunks, list(sums.values()), [], []))
+        chunks = [chunk for key, chunk in blocks if key in sums]
+        self._start(token, chunks, partial(_record, list(sums.values())))
         return sums
 
     def stored(self, sums: dict[bytes, Sum]) -> None:
@@ -100,64 +94,58 @@ class BlockSums:
         blocks: list[tuple[bytes, int]],
     ) -> None:
         """Compare the blocks that arrived; ``take_done`` then returns ``token``."""
-        blocks = [block for block in blocks if block[0] in expected]
-        keys = [key for key, _ in blocks]
-        chunks = [chunk for _, chunk in blocks]
-        copies = [expected[key] for key in keys]
-        self._start(_Work(token, chunks, None, keys, copies))
+        copies = {key: expected[key] for key, _ in blocks if key in expected}
+        chunks = [chunk for key, chunk in blocks if key in copies]
+        self._start(token, chunks, partial(_compare, copies))
 
     def take_done(self) -> list[Checked]:
         """The checks that were completed since the last call."""
-        outcomes = []
+        checked = []
         while self._done:
-            work, found = self._done.popleft()
-            outcomes.append(_finish(work, found))
-        return outcomes
+            token, judge, found = self._done.popleft()
+            checked.append(Checked(token, *judge(found)))
+        return checked
 
     def close(self) -> None:
         """Finish and let go of the primary tier's memory."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._rows = None
 
-    def _start(self, work: _Work) -> None:
-        if work.chunks:
-            self._worker.submit(self._compute, work)
+    def _start(self, token: object, chunks: list[int], judge: _Judge) -> None:
+        if chunks:
+            self._worker.submit(self._compute, token, chunks, judge)
         else:
-            self._done.append((work, []))
+            self._done.append((token, judge, []))
 
-    def _compute(self, work: _Work) -> None:
+    def _compute(self, token: object, chunks: list[int], judge: _Judge) -> None:
         found: list[int] | None = None
         rows = self._rows
         try:
             assert rows is not None
-            found = [xxhash.xxh3_64_intdigest(rows[chunk]) for chunk in work.chunks]
+            found = [xxhash.xxh3_64_intdigest(rows[chunk]) for chunk in chunks]
         finally:
-            self._done.append((work, found))
+            self._done.append((token, judge, found))
 
 
-def _finish(work: _Work, found: list[int] | None) -> Checked:
-    outcome = Checked(work.token, [], [])
+def _record(sums: list[Sum], found: list[int] | None) -> _Verdict:
+    for each, value in zip(sums, found or (), strict=found is not None):
+        each.value = value
+    return [], []
+
+
+def _compare(copies: dict[bytes, Copy], found: list[int] | None) -> _Verdict:
     if found is None:
-        outcome.unverified.extend(work.keys)
-    elif work.sums is not None:
-        for each, value in zip(work.sums, found, strict=True):
-            each.value = value
-    else:
-        for key, copy, value in zip(work.keys, work.copies, found, strict=True):
-            _judge(key, copy, value, outcome)
-    return outcome
-
-
-def _judge(key: bytes, copy: Copy, value: int, outcome: Checked) -> None:
-    unknown = None
-    for known in copy.sums:
-        if known.value == value or known is RECOVERED:
-            return
-        if known.value is None:
-            unknown = known
-    if unknown is None:
-        outcome.corrupt.append(key)
-    elif copy.from_file:
-        outcome.unverified.append(key)
-    else:
-        unknown.value = value
+        return [], list(copies)
+    corrupt: list[bytes] = []
+    unverified: list[bytes] = []
+    for (key, copy), value in zip(copies.items(), found, strict=True):
+        if any(known.value == value or known is RECOVERED for known in copy.sums):
+            continue
+        unknown = [known for known in copy.sums if known.value is None]
+        if not unknown:
+            corrupt.append(key)
+        elif copy.from_file:
+            unverified.append(key)
+        else:
+            unknown[-1].value = value
+    return corrupt, unverified
