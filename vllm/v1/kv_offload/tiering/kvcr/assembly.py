@@ -106,8 +106,8 @@ class Assembly:
             primary.row_bytes,
             self.health,
             self.quarantine,
-            self.pins,
-            liveness,
+            lambda: (self.pins.outstanding, self.pins.oldest_age()),
+            liveness.count,
         )
         self.report = Report(self.traffic, self.losses, gauges, primary.row_bytes)
         self.idle_reports = IdleReports(self.report, telemetry)

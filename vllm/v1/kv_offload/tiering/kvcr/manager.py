@@ -49,7 +49,7 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Reason
 from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Lost
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import definitions
-from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import Place
+from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import DISK, PEER, PLACES
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -71,8 +71,7 @@ _HIT, _MISS = QueryStatus.HIT, QueryStatus.MISS
 _FETCHABLE, _FETCHING = QueryStatus.FETCHABLE, QueryStatus.FETCHING
 _REMOTE = CacheTier.REMOTE_G2
 _LOOKUP_HIT, _LOOKUP_MISS = LookupResult.HIT, LookupResult.MISS
-_DRAM = Place.DRAM
-_HIT_SOURCES = dict(zip(Place, shims.HIT_SOURCES, strict=True))
+_HIT_SOURCES = dict(zip(PLACES, shims.HIT_SOURCES, strict=True))
 
 
 class KVCRSecondaryTierManager(SecondaryTierManager):
@@ -153,7 +152,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         request_id = req_context.req_id
         try:
-            status, tier = self._query((self._prefix + key,), request_id)[0]
+            ((status, tier),) = self._query((self._prefix + key,), request_id)
         except Exception as error:
             self._fail(error)
             return _LOOKUP_MISS
@@ -165,9 +164,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         if self._backoff.active and self._backoff.blocks(key, request_id):
             return self._refuse(Lost.BACKING_OFF)
         if status is _HIT:
-            traffic = self._traffic
-            traffic.dram_hits += 1
-            traffic.last_hit = _DRAM
+            self._traffic.dram_hits += 1
             return _LOOKUP_HIT
         if status is _FETCHABLE:
             return self._look_up_elsewhere(key, request_id, tier)
@@ -299,30 +296,28 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
     ) -> LookupResult:
         """Decide whether to ask a hinted peer, or a file, which may have the block."""
         block_key = self._prefix + key
-        source: str | None = FILES
-        if tier is not _REMOTE:
+        if tier is _REMOTE:
+            place, reason = PEER, self._why_not_at_peer(key, block_key, request_id)
+        else:
+            place = DISK
             reason = self._staging.why_not(FILES, block_key, request_id)
-        else:
-            source = self._hints.endpoint(request_id)
-            if source is None:
-                return self._found_elsewhere(None)
-            reason = self._hints.why_not(request_id) or self._staging.why_not(
-                source, block_key, request_id
-            )
-            if reason is None and not self._hints.claim_pull(request_id, key):
-                reason = Lost.PULL_LIMIT
-        if reason is None:
-            return self._found_elsewhere(source)
-        return self._refuse(reason)
-
-    def _found_elsewhere(self, source: str | None) -> LookupResult:
-        if source is FILES:
-            self._traffic.disk_hits += 1
-            self._traffic.last_hit = Place.DISK
-        else:
-            self._traffic.peer_hits += 1
-            self._traffic.last_hit = Place.PEER
+        if reason is not None:
+            return self._refuse(reason)
+        self._traffic.hit_elsewhere(place)
         return _LOOKUP_HIT
+
+    def _why_not_at_peer(
+        self, key: OffloadKey, block_key: bytes, request_id: str
+    ) -> Lost | None:
+        source = self._hints.endpoint(request_id)
+        if source is None:
+            return None
+        reason = self._hints.why_not(request_id) or self._staging.why_not(
+            source, block_key, request_id
+        )
+        if reason is None and not self._hints.claim_pull(request_id, key):
+            return Lost.PULL_LIMIT
+        return reason
 
     def _refuse(self, reason: Lost) -> LookupResult:
         """Count a block that is somewhere, and is a miss all the same."""
@@ -357,21 +352,23 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             if self._backend.closer.quiescent:
                 self._native_stopped()
             return
+        transfers = self._transfers
         try:
-            completed = self._kvcr.poll_completed()
+            for handle, entries in self._kvcr.poll_completed():
+                # Guarded on its own: if one fails, none of the others are lost.
+                try:
+                    transfers.complete(handle, entries)
+                except Exception as error:
+                    self._fail(error)
+            if not self._usable:
+                return
+            if self._disk is not None and self._disk.unjudged:
+                self._disk.judge(stores_time_out=transfers.stores_time_out())
+            transfers.pump()
         except Exception as error:
             self._fail(error)
-            return
-        # Each is guarded on its own, so that one that fails loses none of the others.
-        for handle, entries in completed:
-            self._guarded(self._transfers.complete, handle, entries)
-        if not self._usable:
-            return
-        if self._disk is not None and self._disk.unjudged:
-            self._disk.judge(stores_time_out=self._transfers.stores_time_out())
-        self._guarded(self._transfers.pump)
-        if self._transfers.corrupt and self._config.serves_peers:
-            blocks, self._transfers.corrupt = self._transfers.corrupt, 0
+        if transfers.corrupt and self._config.serves_peers:
+            blocks, transfers.corrupt = transfers.corrupt, 0
             detail = f"{blocks} blocks read from g3 files are damaged"
             self._health.degrade(Reason.CORRUPT_BLOCKS, detail)
 

@@ -4,19 +4,18 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from vllm.v1.kv_offload.tiering.kvcr.reports import metrics
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
-from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import Place
+from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import DISK, DRAM
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
 """``(metric's name, label values)`` -> value."""
 
 _INTERVAL_S = 1.0
 _COUNT = "_kvcr_tiers"
-_RESOURCES = {Place.DRAM: "local_g2", Place.DISK: "g3"}
+_RESOURCES = {DRAM: "local_g2", DISK: "g3"}
 """How KVCR calls its pool and its files in its own gauge."""
 
 
@@ -34,21 +33,6 @@ def label_among_tiers(offloading_spec: object) -> str:
     return str(attributes[_COUNT])
 
 
-class PinsHeld(Protocol):
-    """What peers are pulling from here."""
-
-    @property
-    def outstanding(self) -> int: ...
-
-    def oldest_age(self) -> float: ...
-
-
-class SourcesKnown(Protocol):
-    """The peers that blocks were to be pulled from."""
-
-    def count(self) -> Mapping[str, int]: ...
-
-
 class Gauges:
     """Samples, at most once a second; what is new of the health at once.
 
@@ -58,6 +42,8 @@ class Gauges:
     Args:
         tier: The label that tells an engine's kvcr tiers apart.
         block_bytes: Size of a slot of KVCR's.
+        pins: How many pins peers hold here, and the age of the oldest, in seconds.
+        peers: How many peers there are of each standing.
     """
 
     def __init__(
@@ -66,8 +52,8 @@ class Gauges:
         block_bytes: int,
         health: Health,
         quarantine: Quarantine,
-        pins: PinsHeld,
-        sources: SourcesKnown,
+        pins: Callable[[], tuple[int, float]],
+        peers: Callable[[], Mapping[str, int]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tier = tier
@@ -75,7 +61,7 @@ class Gauges:
         self._health = health
         self._quarantine = quarantine
         self._pins = pins
-        self._sources = sources
+        self._peers = peers
         self._clock = clock
         self.started = False
         """Whether there is a state to be told: the engine has begun to step."""
@@ -87,7 +73,7 @@ class Gauges:
         """Whether a sleeping engine's metrics say something that is no longer so."""
         if self._health.changed or not self.started:
             return True
-        peers = self._peers()
+        peers = self._standings()
         return any(self._told.get(name) != value for name, value in peers.items())
 
     def take(self, kvcr_state: Mapping[tuple[str, ...], float]) -> Samples:
@@ -105,24 +91,24 @@ class Gauges:
                 samples[metrics.TIER_STATE, labels] = value
         if due:
             self._next_at = now + _INTERVAL_S
-            samples |= self._held() | self._peers() | self._stored(kvcr_state)
+            samples |= self._held() | self._standings() | self._stored(kvcr_state)
             self._told = samples
         return samples
 
     def _held(self) -> Samples:
-        tier = self._tier
-        quarantine, pins = self._quarantine, self._pins
+        tier, quarantine = self._tier, self._quarantine
+        pins, oldest_age = self._pins()
         return {
             (metrics.QUARANTINED_SLOTS, (tier, "pool")): quarantine.pool_slots,
             (metrics.QUARANTINED_SLOTS, (tier, "primary")): quarantine.primary_slots,
-            (metrics.PINS, (tier,)): pins.outstanding,
-            (metrics.OLDEST_PIN_AGE, (tier,)): pins.oldest_age(),
+            (metrics.PINS, (tier,)): pins,
+            (metrics.OLDEST_PIN_AGE, (tier,)): oldest_age,
         }
 
-    def _peers(self) -> Samples:
+    def _standings(self) -> Samples:
         return {
             (metrics.PEERS, (self._tier, standing)): count
-            for standing, count in self._sources.count().items()
+            for standing, count in self._peers().items()
         }
 
     def _stored(self, kvcr_state: Mapping[tuple[str, ...], float]) -> Samples:
@@ -131,7 +117,7 @@ class Gauges:
             slots = kvcr_state.get((f"{resource}_total_slots",))
             used = kvcr_state.get((f"{resource}_allocated_slots",))
             if slots is not None and used is not None:
-                labels = (self._tier, place.value)
+                labels = (self._tier, place)
                 samples[metrics.CAPACITY, labels] = slots * self._block_bytes
                 samples[metrics.USED, labels] = used * self._block_bytes
         return samples

@@ -7,6 +7,8 @@ KVCR's metrics keep their names behind ``vllm:``; the tier's own begin with
 with ``enable_telemetry``.
 """
 
+from typing import Any
+
 from kvcr import (
     DURATION_METRIC,
     STATE_METRIC,
@@ -43,51 +45,22 @@ PINS = "vllm:kvcr_tier_pins"
 OLDEST_PIN_AGE = "vllm:kvcr_tier_oldest_pin_age_seconds"
 PEERS = "vllm:kvcr_tier_peers"
 
-_DURATION_BUCKETS = (
-    0.0001,
-    0.0005,
-    0.001,
-    0.005,
-    0.01,
-    0.05,
-    0.1,
-    0.5,
-    1.0,
-    5.0,
-    10.0,
-)
+_DURATION_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 
 
 class KvcrStats(OffloadingConnectorStats):
     """What KVCR records into: its names get vLLM's prefix here, at the border."""
 
-    def increase_counter(
-        self,
-        counter_name: str,
-        counter_increase_value: int | float = 1,
-        labelvalues: tuple[str, ...] = (),
-    ) -> None:
-        super().increase_counter(
-            _prefixed(counter_name), counter_increase_value, labelvalues
-        )
+    def increase_counter(self, counter_name: str, *value: Any, **labels: Any) -> None:
+        super().increase_counter(_prefixed(counter_name), *value, **labels)
 
-    def set_gauge(
-        self,
-        gauge_name: str,
-        gauge_value: int | float,
-        labelvalues: tuple[str, ...] = (),
-    ) -> None:
-        super().set_gauge(_prefixed(gauge_name), gauge_value, labelvalues)
+    def set_gauge(self, gauge_name: str, *value: Any, **labels: Any) -> None:
+        super().set_gauge(_prefixed(gauge_name), *value, **labels)
 
     def observe_histogram(
-        self,
-        histogram_name: str,
-        histogram_value: int | float,
-        labelvalues: tuple[str, ...] = (),
+        self, histogram_name: str, *value: Any, **labels: Any
     ) -> None:
-        super().observe_histogram(
-            _prefixed(histogram_name), histogram_value, labelvalues
-        )
+        super().observe_histogram(_prefixed(histogram_name), *value, **labels)
 
 
 def _prefixed(name: str) -> str:

@@ -2,14 +2,19 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The tier's own numbers, put into what vLLM takes."""
 
+from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 from vllm.v1.kv_offload.tiering.kvcr.reports import metrics
 from vllm.v1.kv_offload.tiering.kvcr.reports.gauges import Gauges
 from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses, Lost
 from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import (
-    Direction,
-    Place,
+    DIRECTIONS,
+    DRAM,
+    PEER,
+    PLACES,
+    STORE,
     Traffic,
 )
 
@@ -64,41 +69,39 @@ class Report:
 
     def _add_traffic(self, stats: Any) -> None:
         traffic = self._traffic
-        hits = {
-            Place.DRAM: traffic.dram_hits,
-            Place.DISK: traffic.disk_hits,
-            Place.PEER: traffic.peer_hits,
+        hits = {DRAM: traffic.dram_hits, **traffic.other_hits}
+        counts: dict[str, Mapping[tuple[str, ...], int]] = {
+            metrics.LOOKUPS: {(): traffic.lookups},
+            metrics.HITS: {(place,): count for place, count in hits.items()},
+            metrics.REQUESTED_BLOCKS: {
+                (direction,): blocks for direction, blocks in traffic.requested.items()
+            },
+            metrics.MOVED_BLOCKS: traffic.moved,
+            metrics.MOVED_BYTES: {
+                labels: blocks * self._block_bytes
+                for labels, blocks in traffic.moved.items()
+            },
         }
-        if traffic.lookups:
-            stats.increase_counter(metrics.LOOKUPS, traffic.lookups)
-        for place, count in hits.items():
-            if count:
-                stats.increase_counter(metrics.HITS, count, (place.value,))
-        for direction, blocks in traffic.requested.items():
-            labels: tuple[str, ...] = (direction.value,)
-            stats.increase_counter(metrics.REQUESTED_BLOCKS, blocks, labels)
-        for (direction, place), blocks in traffic.moved.items():
-            labels = (direction.value, place.value)
-            stats.increase_counter(metrics.MOVED_BLOCKS, blocks, labels)
-            size = blocks * self._block_bytes
-            stats.increase_counter(metrics.MOVED_BYTES, size, labels)
+        for name, values in counts.items():
+            for labels, value in values.items():
+                if value:
+                    stats.increase_counter(name, value, labels)
         for place, seconds in traffic.load_seconds:
-            stats.observe_histogram(metrics.LOAD_DURATION, seconds, (place.value,))
+            stats.observe_histogram(metrics.LOAD_DURATION, seconds, (place,))
         traffic.clear()
 
 
 def _announce(stats: Any) -> None:
     """Have each counter begin at 0: Prometheus sees no increase in a first sample."""
     stats.increase_counter(metrics.LOOKUPS, 0)
-    for place in Place:
-        stats.increase_counter(metrics.HITS, 0, (place.value,))
-    for direction in Direction:
-        stats.increase_counter(metrics.REQUESTED_BLOCKS, 0, (direction.value,))
-        for place in Place:
-            if (direction, place) != (Direction.STORE, Place.PEER):
-                labels = (direction.value, place.value)
-                stats.increase_counter(metrics.MOVED_BLOCKS, 0, labels)
-                stats.increase_counter(metrics.MOVED_BYTES, 0, labels)
+    for place in PLACES:
+        stats.increase_counter(metrics.HITS, 0, (place,))
+    for direction in DIRECTIONS:
+        stats.increase_counter(metrics.REQUESTED_BLOCKS, 0, (direction,))
+    for labels in product(DIRECTIONS, PLACES):
+        if labels != (STORE, PEER):
+            stats.increase_counter(metrics.MOVED_BLOCKS, 0, labels)
+            stats.increase_counter(metrics.MOVED_BYTES, 0, labels)
     for reason in Lost:
         stats.increase_counter(metrics.LOST_BLOCKS, 0, (reason.label,))
 

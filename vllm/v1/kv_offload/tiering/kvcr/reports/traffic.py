@@ -7,27 +7,14 @@ they only add to plain integers, which are read when vLLM takes its metrics.
 """
 
 from collections import Counter
-from enum import Enum
 
 from kvcr.types import CacheTier, InventoryEvent
 
-
-class Place(Enum):
-    """Where a block is; the value is the metric's label ``place``."""
-
-    DRAM = "dram"
-    DISK = "disk"
-    PEER = "peer"
-
-
-class Direction(Enum):
-    LOAD = "load"
-    STORE = "store"
-
-
-# Looking an enum's member up costs more than counting.
-_DISK = Place.DISK
-_LOAD, _STORE = Direction.LOAD, Direction.STORE
+# Strings and not enums, which cost more to look up than what is counted by them.
+DRAM, DISK, PEER = PLACES = ("dram", "disk", "peer")
+"""Where a block is: the values of the metrics' label ``place``."""
+LOAD, STORE = DIRECTIONS = ("load", "store")
+"""The values of the label ``direction``."""
 
 
 class Traffic:
@@ -38,29 +25,28 @@ class Traffic:
     """
 
     __slots__ = (
+        "_last_elsewhere",
         "_timed",
         "deferred",
-        "disk_hits",
         "dram_hits",
         "hinted_misses",
-        "last_hit",
         "load_seconds",
         "misses",
         "moved",
-        "peer_hits",
+        "other_hits",
         "refused",
         "requested",
     )
 
     def __init__(self, timed: bool) -> None:
         self._timed = timed
-        self.last_hit = Place.DRAM
-        """Where the lookup that hit last found its block."""
         self.clear()
 
     def clear(self) -> None:
         # Lookups, each of which counts once.
-        self.dram_hits = self.disk_hits = self.peer_hits = 0
+        self.dram_hits = 0
+        self.other_hits: Counter[str] = Counter()
+        self._last_elsewhere = (DRAM, 0)
         self.misses = 0
         self.hinted_misses = 0
         """Those of the misses that were of requests with a hint."""
@@ -68,13 +54,28 @@ class Traffic:
         """Found, and lost for a reason that was counted."""
         self.deferred = 0
         """To be repeated: the block is on its way."""
-        self.requested: Counter[Direction] = Counter()
-        self.moved: Counter[tuple[Direction, Place]] = Counter()
-        self.load_seconds: list[tuple[Place, float]] = []
+        # Blocks, by direction and place.
+        self.requested: Counter[str] = Counter()
+        self.moved: Counter[tuple[str, ...]] = Counter()
+        self.load_seconds: list[tuple[str, float]] = []
+
+    def hit_elsewhere(self, place: str) -> None:
+        """A lookup found its block in a file or at a peer."""
+        self.other_hits[place] += 1
+        self._last_elsewhere = (place, self.dram_hits)
+
+    @property
+    def last_hit(self) -> str:
+        """Where the lookup that hit last found its block.
+
+        Derived, so that hits in the pool, the most frequent, only count themselves.
+        """
+        place, dram_hits = self._last_elsewhere
+        return place if dram_hits == self.dram_hits else DRAM
 
     @property
     def lookups(self) -> int:
-        hits = self.dram_hits + self.disk_hits + self.peer_hits
+        hits = self.dram_hits + self.other_hits.total()
         return hits + self.misses + self.refused + self.deferred
 
     @property
@@ -82,23 +83,14 @@ class Traffic:
         """Whether anything was counted since the last ``clear``."""
         return bool(self.lookups or self.requested or self.moved)
 
-    def request(self, is_load: bool, blocks: int) -> None:
-        """vLLM asked for a load or a store."""
-        self.requested[_LOAD if is_load else _STORE] += blocks
-
-    def loaded(self, place: Place, blocks: int, seconds: float) -> None:
+    def loaded(self, place: str, blocks: int, seconds: float) -> None:
         """Blocks are in the primary tier, that long after vLLM asked for them."""
         if blocks:
-            self.moved[_LOAD, place] += blocks
+            self.moved[LOAD, place] += blocks
             if self._timed:
                 self.load_seconds.append((place, seconds))
-
-    def kept(self, blocks: int) -> None:
-        """Blocks of a store are in the pool."""
-        if blocks:
-            self.moved[_STORE, Place.DRAM] += blocks
 
     def report(self, event: InventoryEvent) -> None:
         """KVCR's inventory sink: what enters a file was written out of the pool."""
         if event.tier is CacheTier.G3 and not event.removed:
-            self.moved[_STORE, _DISK] += len(event.keys)
+            self.moved[STORE, DISK] += len(event.keys)

@@ -15,7 +15,12 @@ from vllm.v1.kv_offload.tiering.base import JobId, JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES
 from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses, Lost
-from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import Traffic
+from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import (
+    DRAM,
+    LOAD,
+    STORE,
+    Traffic,
+)
 from vllm.v1.kv_offload.tiering.kvcr.transfers.backoff import Backoff
 from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import Job
 
@@ -79,7 +84,7 @@ class Results:
     def open(self, job: Job) -> None:
         """Expect ``job.unsettled`` blocks of a job."""
         self._jobs[job.job_id] = job
-        self._traffic.request(job.is_load, len(job.keys))
+        self._traffic.requested[LOAD if job.is_load else STORE] += len(job.keys)
 
     def answer(self, job_metadata: TransferJob, *, success: bool) -> None:
         """End a job that was never opened."""
@@ -136,8 +141,8 @@ class Results:
         seconds: float | None = None
         moved: int | None = None
         blocks = len(job.keys) - len(failed) - job.dropped - job.skipped
-        if not job.is_load:
-            self._traffic.kept(blocks)
+        if blocks and not job.is_load:
+            self._traffic.moved[STORE, DRAM] += blocks
         if self._block_bytes is not None:
             seconds = time.monotonic() - job.started_at
             moved = blocks * self._block_bytes

@@ -20,7 +20,7 @@ repeated or too large are ignored. Runs on the thread that drives the tier.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from kvcr.types import CacheTier, OpEntryResult, OpEntryStatus, QueryStatus
 
@@ -36,7 +36,12 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import (
 )
 from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses, Lost
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
-from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import Place, Traffic
+from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import (
+    DISK,
+    DRAM,
+    PEER,
+    Traffic,
+)
 from vllm.v1.kv_offload.tiering.kvcr.transfers.checksums import BlockSums
 from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import (
     Blocks,
@@ -47,7 +52,7 @@ from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import (
     next_part_fits,
 )
 from vllm.v1.kv_offload.tiering.kvcr.transfers.results import Results
-from vllm.v1.kv_offload.tiering.kvcr.transfers.staging import Landed, Outcome, Staging
+from vllm.v1.kv_offload.tiering.kvcr.transfers.staging import Missed, Outcome, Staging
 
 # Bound to a name here, since accessing an enum's member costs more than comparing it.
 _SUCCESS = OpEntryStatus.SUCCESS
@@ -135,7 +140,8 @@ class Transfers:
         """Take the results of some of an operation's blocks."""
         operation = self._operations.get(handle)
         if operation is None:
-            self._apply(self._staging.complete(handle, entries))
+            for outcome in self._staging.complete(handle, entries):
+                self._apply(outcome)
             return
         job = operation.job
         failed: list[bytes] = []
@@ -143,10 +149,10 @@ class Transfers:
             status = entries[key].status
             if status is _SUCCESS:
                 continue
-            outcome = ENTRIES[status]
-            if outcome is Entry.DROPPED and not job.is_load:
+            entry = ENTRIES[status]
+            if entry is Entry.DROPPED and not job.is_load:
                 job.dropped += 1
-            elif outcome is not Entry.DONE:
+            elif entry is not Entry.DONE:
                 failed.append(key)
         if failed:
             self._copy_failed(operation, failed)
@@ -166,7 +172,8 @@ class Transfers:
                 self._checked(*checked)
         if self._uncertain:
             self._close_quiesced()
-        self._apply(self._staging.pump())
+        for outcome in self._staging.pump():
+            self._apply(outcome)
         if not self._loads and not self._stores:
             return
         limits = self._limits
@@ -315,24 +322,18 @@ class Transfers:
         if gone:
             self._results.missed(job, gone, Lost.GONE, None)
         if filed or remote:
-            self._apply(self._staging.pump())
+            for outcome in self._staging.pump():
+                self._apply(outcome)
 
-    def _apply(self, outcomes: Iterable[Outcome]) -> None:
+    def _apply(self, outcome: Outcome) -> None:
         """Copy blocks that have landed to the primary tier; note those that did not."""
-        for outcome in outcomes:
-            job = outcome.job
-            if isinstance(outcome, Landed):
-                operation = Operation(
-                    job,
-                    outcome.blocks,
-                    time.monotonic(),
-                    outcome.source,
-                    outcome.claims,
-                )
-                # Without the request's id KVCR sees no hint, so it asks no peer.
-                self._deliver(operation, None)
-            else:
-                self._results.missed(job, outcome.keys, outcome.reason, outcome.source)
+        job, source = outcome.job, outcome.source
+        if isinstance(outcome, Missed):
+            self._results.missed(job, outcome.keys, outcome.reason, source)
+            return
+        now = time.monotonic()
+        # Without the request's id KVCR sees no hint, so it asks no peer.
+        self._deliver(Operation(job, outcome.blocks, now, source, outcome.claims), None)
 
     # --- operations ------------------------------------------------------------------
 
@@ -427,12 +428,7 @@ class Transfers:
             arrived = blocks
             if job.failed:
                 arrived -= len(job.failed.intersection(operation.blocks))
-            seconds = time.monotonic() - job.started_at
-            self._traffic.loaded(_place_of(operation.source), arrived, seconds)
+            source = operation.source
+            place = DRAM if source is None else DISK if source is FILES else PEER
+            self._traffic.loaded(place, arrived, time.monotonic() - job.started_at)
         self._results.settle(job, blocks)
-
-
-def _place_of(source: str | None) -> Place:
-    if source is None:
-        return Place.DRAM
-    return Place.DISK if source is FILES else Place.PEER
