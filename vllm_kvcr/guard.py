@@ -75,7 +75,8 @@ def service_command(setting: Setting, given: argparse.Namespace) -> list[str]:
         )
     return [
         sys.executable,
-        *("-m", "kvcr.kvcr_service"),
+        *("-m", "vllm_kvcr.service"),
+        *("--nixl-progress-delay-ms", str(config.nixl_progress_delay_ms)),
         *("--socket-path", socket),
         *("--pool-dir", given.pool_dir),
         *("--guard-count", str(len(config.control_ports or ()))),

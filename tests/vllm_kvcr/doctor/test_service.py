@@ -4,6 +4,7 @@
 
 import contextlib
 import json
+import shlex
 import signal
 import socket
 import subprocess
@@ -143,6 +144,36 @@ def test_guards_socket_and_digest_follow_from_the_configuration(tmp_path, capsys
         f"--compatibility-digest {DIGEST}",
     ):
         assert part in line
+
+
+@pytest.mark.parametrize(
+    ("options", "delay"), [({}, 1), ({"nixl_progress_delay_ms": 0}, 0)]
+)
+def test_nixls_thread_sleeps_in_the_service_as_in_the_engine(
+    options, delay, tmp_path, capsys
+):
+    _, line = command(capsys, config(tmp_path, **options), "--pool-size", "1MiB")
+    module, *arguments = shlex.split(line)[2:]
+    # In place of the service: what an agent that it makes would get.
+    instead = f"""
+import runpy, sys
+from kvcr import kvcr_service
+from nixl import _bindings
+def main():
+    agent = _bindings.nixlAgentConfig()
+    agent.pthrDelay = 0
+    print(agent.pthrDelay, "vllm" in sys.modules, *sys.argv[1:])
+kvcr_service.main = main
+sys.argv = ["service", *{arguments!r}]
+runpy.run_module({module!r}, run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", instead], capture_output=True, text=True, check=True
+    )
+    delay_us, has_vllm, *given = done.stdout.split()
+    assert int(delay_us) == 1000 * delay
+    assert has_vllm == "False"
+    assert given == arguments[2:]
 
 
 def test_the_digest_of_a_namespace_with_a_name_is_the_engines(tmp_path, capsys):

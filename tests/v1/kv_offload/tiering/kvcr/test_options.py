@@ -345,7 +345,7 @@ def test_any_value_of_g3_is_taken_or_refused_by_its_options_name(
     name=st.text(min_size=1).filter(lambda name: name not in TierConfig.model_fields)
 )
 def test_any_unknown_option_is_refused_by_its_name(name: str) -> None:
-    with pytest.raises(OptionError, match="unknown option| is an? ") as refused:
+    with pytest.raises(OptionError, match=r"unknown option| is an? ") as refused:
         parse_options(POOL | {name: 1})
     text = str(refused.value)
     assert name in text or repr(name) in text
