@@ -80,28 +80,30 @@ class _Fetch:
     blocks: Blocks
     pending: set[bytes]
     started_at: float
+    timeout_s: float
+    """How long its source may leave it without a block."""
     given_up: bool = False
 
 
 @dataclass(slots=True)
 class _Lane:
     source: str
+    timeout_s: float
+    """How long the source may leave a pull without a block."""
     moved_at: float
     """When a block last arrived or, for files, when one was last written."""
     waiting: deque[_Pull] = field(default_factory=deque)
     in_pool: int = 0
     """Slots in use by blocks that are being fetched, or have landed and are claimed."""
 
-    def last_moved(self, pull: _Pull) -> float:
-        """When a pull last made progress.
+    def last_moved(self, moved_at: float) -> float:
+        """When something last made progress that itself did so at ``moved_at``.
 
         A disk serves all pulls in turn, and has to write blocks before others can be
         read into a full pool, so any movement counts as progress. From a peer, only
         blocks for the same job count.
         """
-        if self.source is FILES:
-            return max(pull.job.moved_at, self.moved_at)
-        return pull.job.moved_at
+        return max(moved_at, self.moved_at) if self.source is FILES else moved_at
 
 
 class Staging:
@@ -146,6 +148,10 @@ class Staging:
         """The blocks among them that no request should wait for: those of
         introductions, and those that were given up, which KVCR may go on fetching for
         seconds."""
+        shortest_timeout_s = min(
+            limits.file_timeout_s, limits.pull_timeout_s, limits.introduction_timeout_s
+        )
+        self._check_interval_s = shortest_timeout_s / _CHECKS_PER_TIMEOUT
         self._next_check = 0.0
         self._file_events = 0
         self._quarantined = 0
@@ -206,7 +212,7 @@ class Staging:
             self._file_events = self._disk.events
             self._lane(FILES).moved_at = now
         if now >= self._next_check:
-            self._next_check = now + self._shortest_timeout() / _CHECKS_PER_TIMEOUT
+            self._next_check = now + self._check_interval_s
             outcomes.extend(self._given_up(now))
         if self._wanted:
             self._start_introductions(now)
@@ -283,7 +289,10 @@ class Staging:
     def _lane(self, source: str) -> _Lane:
         lane = self._lanes.get(source)
         if lane is None:
-            lane = self._lanes[source] = _Lane(source, self._clock())
+            limits = self._limits
+            files = source is FILES
+            timeout_s = limits.file_timeout_s if files else limits.pull_timeout_s
+            lane = self._lanes[source] = _Lane(source, timeout_s, self._clock())
         return lane
 
     def _room(self, lane: _Lane) -> int:
@@ -297,12 +306,6 @@ class Staging:
         lane.in_pool -= blocks
         if lane.source is not FILES:
             self._peers_in_pool -= blocks
-
-    def _shortest_timeout(self) -> float:
-        limits = self._limits
-        return min(
-            limits.file_timeout_s, limits.pull_timeout_s, limits.introduction_timeout_s
-        )
 
     # --- starting --------------------------------------------------------------------
 
@@ -367,7 +370,10 @@ class Staging:
     ) -> None:
         self._leave_pool(lane, -len(blocks))
         handle = self._kvcr.fetch(list(blocks), request_id=request_id)
-        self._fetches[handle] = _Fetch(lane, pull, blocks, set(blocks), now)
+        timeout_s = lane.timeout_s
+        if pull is None and lane.source is not FILES:
+            timeout_s = self._limits.introduction_timeout_s
+        self._fetches[handle] = _Fetch(lane, pull, blocks, set(blocks), now, timeout_s)
         self.fetching.update(blocks)
 
     # --- giving up -------------------------------------------------------------------
@@ -378,42 +384,27 @@ class Staging:
             if fetch.given_up:
                 continue
             lane, pull = fetch.lane, fetch.pull
-            timeout_s = self._timeout_s(lane, introduction=pull is None)
-            if pull is not None:
-                since = lane.last_moved(pull)
-            elif lane.source is FILES:
-                since = max(fetch.started_at, lane.moved_at)
-            else:
-                since = fetch.started_at
+            since = fetch.started_at if pull is None else pull.job.moved_at
             # A new connection can be on its way to a peer that is introduced again.
             lost = pull is not None and self._is_lost(lane.source)
-            if now - since < timeout_s and not lost:
+            if now - lane.last_moved(since) < fetch.timeout_s and not lost:
                 continue
             fetch.given_up = True
             self.unawaited.update(fetch.pending)
             if pull is None:
                 self._introductions -= 1
             # While a pull waits in its lane, the source is not silent.
-            if lost or now - fetch.started_at >= SILENT_SHARE * timeout_s:
+            if lost or now - fetch.started_at >= SILENT_SHARE * fetch.timeout_s:
                 self._silent(lane.source, fetch.started_at)
             if pull is not None:
                 reason = Lost.PEER_DOWN if lost else Lost.TIMED_OUT
                 yield Missed(pull.job, lane.source, list(fetch.pending), reason)
         for lane in self._lanes.values():
             for pull in list(lane.waiting):
-                if now - lane.last_moved(pull) >= self._timeout_s(lane):
+                if now - lane.last_moved(pull.job.moved_at) >= lane.timeout_s:
                     lane.waiting.remove(pull)
                     keys = [key for key, _ in pull.items[pull.cursor :]]
                     yield Missed(pull.job, lane.source, keys, Lost.TIMED_OUT)
-
-    def _timeout_s(self, lane: _Lane, *, introduction: bool = False) -> float:
-        """How long a source may let a pull, or its introduction, wait for a block."""
-        limits = self._limits
-        if lane.source is FILES:
-            return limits.file_timeout_s
-        if introduction:
-            return limits.introduction_timeout_s
-        return limits.pull_timeout_s
 
     def _judge(self, fetch: _Fetch, landed: bool, failed: bool) -> None:
         """Note what a fetch's results say about its source."""
@@ -426,11 +417,9 @@ class Staging:
             if source is FILES:
                 self._health.recover(Reason.DISK_STALLED)
         elif failed and not fetch.given_up:
-            introduction = fetch.pull is None
-            timeout_s = self._timeout_s(fetch.lane, introduction=introduction)
-            if source is not FILES and waited >= SILENT_SHARE * timeout_s:
+            if source is not FILES and waited >= SILENT_SHARE * fetch.timeout_s:
                 self._silent(source, fetch.started_at)
-            elif introduction:
+            elif fetch.pull is None:
                 self._liveness.inconclusive(source)
 
     def _silent(self, source: str, asked_at: float) -> None:
