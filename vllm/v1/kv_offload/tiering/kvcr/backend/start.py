@@ -100,6 +100,11 @@ class Backend:
         channel = self._channel
         return isinstance(channel, PeerChannel) and channel.is_lost(endpoint)
 
+    @property
+    def peer_channel(self) -> PeerChannel | None:
+        """The channel to peers, if they are served."""
+        return self._channel if isinstance(self._channel, PeerChannel) else None
+
     def stop(self) -> bool:
         """Close KVCR and free its memory; false if native code may still touch it."""
         if not self.closer.wait(CLOSE_TIMEOUT_S):

@@ -61,6 +61,8 @@ class PeerChannel:
         self._envelope = envelope
         self._connections = Connections(self._closed)
         self._clock = clock
+        self.heard_at = float("-inf")
+        """When a message last arrived. May be read on any thread."""
         self._forget: Callable[[str], None] = lambda endpoint: None
         self._answers: list[bytes] = []
         self._incompatible: OrderedDict[str, float] = OrderedDict()
@@ -107,6 +109,8 @@ class PeerChannel:
     def recv(self) -> list[bytes]:
         self._connections.flush()
         messages = [m for m in self._listening.recv() if self._may_be_seen(m)]
+        if messages:
+            self.heard_at = self._clock()
         if self._answers:
             messages += self._answers
             self._answers = []

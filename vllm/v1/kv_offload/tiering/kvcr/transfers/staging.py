@@ -171,6 +171,11 @@ class Staging:
         """Whether KVCR has to be polled because of an introduction."""
         return bool(self._wanted) or self._introductions > 0
 
+    @property
+    def busy(self) -> bool:
+        """Whether KVCR is fetching, or has to be asked to."""
+        return bool(self._wanted or self._fetches or self._lanes)
+
     def why_not(self, source: str, key: bytes, request_id: str) -> Lost | None:
         """Why a block cannot be staged from a source now, if it cannot.
 
