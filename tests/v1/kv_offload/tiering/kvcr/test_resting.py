@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A tier that serves peers polls KVCR rarely while there is nothing to do."""
+"""The tier polls KVCR rarely while there is nothing to do."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +47,7 @@ class Resting:
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(manager, "time", clock)
         self.rig = StandinRig(kvcr=FetchingStandin, channel=ListeningStandin, **options)
-        if "control_ports" in options:
+        if self.rig.tier._channel is not None:
             self.rig.tier._channel._clock = clock.monotonic
         self.rig.poll()
 
@@ -71,8 +71,18 @@ def test_kvcr_is_polled_now_and_then(resting: Resting) -> None:
     assert resting.polls(1.5 * _REST_S) == 1
 
 
-def test_a_tier_without_peers_is_always_polled(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Resting(monkeypatch, secondary_g2_slots=8).polls() == 10
+def test_a_tier_without_peers_rests_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    resting = Resting(monkeypatch, secondary_g2_slots=8)
+    assert resting.polls() == 0
+    assert resting.polls(1.5 * _REST_S) == 1
+
+
+def test_there_is_no_rest_where_nobody_can_tell_of_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(ListeningStandin, "recv")
+    peers = {"control_ports": [7001]}
+    assert Resting(monkeypatch, secondary_g2_slots=8, **peers).polls() == 10
 
 
 def test_there_is_no_rest_after_a_message(resting: Resting) -> None:

@@ -156,6 +156,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         # by writing blocks to files, one block a poll.
         if config.serves_peers or config.g3 is not None:
             self.tolerates_off_thread_polling = True  # type: ignore[misc]
+        self._may_ever_rest = self._channel is not None or not config.serves_peers
 
     # --- lookups and requests --------------------------------------------------------
 
@@ -359,14 +360,14 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         return True
 
     def _may_rest(self) -> bool:
-        now = time.monotonic()
-        assert self._channel is not None
-        return now < self._rests_until and now - self._channel.heard_at > _ATTENTIVE_S
+        channel, now = self._channel, time.monotonic()
+        quiet = channel is None or now - channel.heard_at > _ATTENTIVE_S
+        return quiet and now < self._rests_until
 
     def _rest(self) -> None:
         """Poll less often until a job or a peer's message arrives, if none is here."""
         busy = (
-            self._channel is None
+            not self._may_ever_rest
             or self._results.outstanding
             or self._results
             or self._staging.busy
