@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import zmq
 
@@ -49,8 +50,7 @@ _NAME_LIFETIME_S = 30.0
 _CONNECT_TIMEOUT, _RECONNECT, _LONGEST_RECONNECT = 5000, 100, 1000
 
 
-@dataclass(slots=True)
-class _Held:
+class _Held(NamedTuple):
     message: bytes
     write: int | None
     once: bool
@@ -60,13 +60,10 @@ class _Held:
 class _Connection:
     endpoint: Endpoint
     used_at: float
-    pulls: bool = False
-    """Whether blocks were requested over it."""
-    reached: bool = False
-    """Whether a message was sent over it."""
+    pulls: bool = False  # blocks were requested over it
+    reached: bool = False  # a message was sent over it
     gone_since: float | None = None
-    lost: bool = False
-    """Whether it was closed, for long enough, after a message was sent over it."""
+    lost: bool = False  # it was closed, for long enough, after a message was sent
     socket: zmq.Socket | None = None
     address: str | None = None
     asked_at: float = float("-inf")
@@ -74,6 +71,11 @@ class _Connection:
     held_bytes: int = 0
     held_since: float = 0.0
     try_at: float = 0.0
+
+    def close_socket(self) -> None:
+        if self.socket is not None:
+            self.socket.close()
+            self.socket = None
 
 
 class Connections:
@@ -87,21 +89,18 @@ class Connections:
     def __init__(
         self,
         on_closed: Callable[[str, list[int]], None],
-        resolver: Resolver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_closed = on_closed
-        self._resolver = Resolver() if resolver is None else resolver
+        self._resolver = Resolver()
         self._clock = clock
-        self._context: zmq.Context | None = None
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._connections: OrderedDict[str, _Connection] = OrderedDict()
         self._waiting: dict[str, _Connection] = {}
         self._sweep_at = 0.0
         self._check_at = 0.0
         self._opened = 0
-
-    def __len__(self) -> int:
-        return len(self._connections)
 
     def __contains__(self, endpoint: str) -> bool:
         return endpoint in self._connections
@@ -131,13 +130,9 @@ class Connections:
                 longer than others.
             once: Whether one such message waiting is as good as several.
         """
-        connection = self._connections.get(endpoint)
+        connection = self._connections.get(endpoint) or self._open(endpoint, once)
         if connection is None:
-            if once and self._opened >= _MAX_OPENED:
-                return False
-            connection = self._open(endpoint)
-            if connection is None:
-                return False
+            return False
         now = self._clock()
         connection.used_at = now
         connection.pulls = connection.pulls or pulls
@@ -148,14 +143,25 @@ class Connections:
             return True
         if once and any(held.once for held in connection.held):
             return True
-        return self._hold(endpoint, connection, _Held(message, write, once), now)
+        size = connection.held_bytes + len(message)
+        if len(connection.held) >= MAX_HELD or (
+            connection.held and size > _MAX_HELD_BYTES
+        ):
+            return False
+        connection.held.append(_Held(message, write, once))
+        connection.held_bytes = size
+        if endpoint not in self._waiting:
+            self._waiting[endpoint] = connection
+            connection.held_since, connection.try_at = now, now + _FIRST_TRY_S
+        return True
 
     def withdraw(self, endpoint: str, write: int) -> bool:
         """Take back the message that requests a write, if it has not left yet."""
         connection = self._connections.get(endpoint)
-        for held in connection.held if connection is not None else ():
+        if connection is None:
+            return False
+        for held in connection.held:
             if held.write == write:
-                assert connection is not None
                 connection.held.remove(held)
                 connection.held_bytes -= len(held.message)
                 return True
@@ -180,21 +186,20 @@ class Connections:
                 continue
             if connection.socket is None:
                 self._keep_resolved(connection, now)
-            while connection.held and self._sent(
-                connection, connection.held[0].message
-            ):
-                connection.held_bytes -= len(connection.held.popleft().message)
-            if connection.held:
-                _try_later(connection, now)
+            held = connection.held
+            while held and self._sent(connection, held[0].message):
+                connection.held_bytes -= len(held.popleft().message)
+            if held:
+                waited = now - connection.held_since
+                pause = min(_LAST_TRY_S, max(_FIRST_TRY_S, waited / 4))
+                connection.try_at = now + pause
             else:
                 del self._waiting[endpoint]
 
     def drop(self, endpoint: str) -> None:
-        """Close a connection."""
         connection = self._connections.pop(endpoint)
         self._waiting.pop(endpoint, None)
-        if connection.socket is not None:
-            connection.socket.close()
+        connection.close_socket()
         writes = [held.write for held in connection.held if held.write is not None]
         self._on_closed(endpoint, writes)
 
@@ -202,13 +207,13 @@ class Connections:
         self._connections.clear()
         self._waiting.clear()
         self._resolver.close()
-        if self._context is not None:
-            self._context.destroy(linger=0)
-            self._context = None
+        self._context.destroy(linger=0)
 
     # --- inside ----------------------------------------------------------------------
 
-    def _open(self, endpoint: str) -> _Connection | None:
+    def _open(self, endpoint: str, once: bool) -> _Connection | None:
+        if once and self._opened >= _MAX_OPENED:
+            return None
         try:
             parsed = parse_endpoint(endpoint)
         except EndpointError:
@@ -217,22 +222,20 @@ class Connections:
             self.drop(self._least_useful())
         self._opened += 1
         connection = _Connection(parsed, self._clock())
-        address = parsed.address or self._resolver.known(parsed.host)
-        if address is not None and not self._connect(connection, str(address)):
-            return None
+        address = parsed.host if parsed.address else self._resolver.known(parsed.host)
+        if address is not None:
+            self._connect(connection, address)
+            if connection.socket is None:
+                return None
         self._connections[endpoint] = connection
         return connection
 
     def _drop_idle(self, now: float) -> None:
-        idle = [
-            endpoint
-            for endpoint, connection in self._connections.items()
-            if now - connection.used_at > _IDLE_S
+        for endpoint, connection in list(self._connections.items()):
             # A message that waits for a peer with pulls may free memory.
-            and not (connection.pulls and connection.held)
-        ]
-        for endpoint in idle:
-            self.drop(endpoint)
+            needed = connection.pulls and connection.held
+            if now - connection.used_at > _IDLE_S and not needed:
+                self.drop(endpoint)
 
     def _look_for_lost(self, now: float) -> None:
         for connection in self._connections.values():
@@ -248,38 +251,28 @@ class Connections:
 
     def _least_useful(self) -> str:
         """The oldest connection without pulls, or else the oldest."""
-        for endpoint, connection in self._connections.items():
-            if not connection.pulls:
-                return endpoint
-        return next(iter(self._connections))
+        unpulled = (e for e, each in self._connections.items() if not each.pulls)
+        return next(unpulled, next(iter(self._connections)))
 
-    def _connect(self, connection: _Connection, address: str) -> bool:
-        if connection.socket is not None:
-            connection.socket.close()
-            connection.socket = None
-        if self._context is None:
-            self._context = zmq.Context()
-            self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+    def _connect(self, connection: _Connection, address: str) -> None:
+        """Connect anew; without success there is no socket afterwards."""
+        connection.close_socket()
         try:
-            socket = self._context.socket(zmq.PUSH)
-        except zmq.ZMQError:
-            return False
-        socket.setsockopt(zmq.LINGER, 0)
-        # Otherwise a message for a peer that never existed would count as sent.
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.SNDHWM, MAX_HELD)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT)
-        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT)
-        try:
+            socket = connection.socket = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.LINGER, 0)
+            # Otherwise a message for a peer that never existed would count as sent.
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.setsockopt(zmq.SNDHWM, MAX_HELD)
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT)
+            socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT)
             socket.connect(f"tcp://{address}:{connection.endpoint.port}")
         except zmq.ZMQError:
-            socket.close()
-            return False
-        connection.socket, connection.address = socket, address
+            connection.close_socket()
+            return
+        connection.address = address
         connection.reached = connection.lost = False
         connection.gone_since = None
-        return True
 
     def _sent(self, connection: _Connection, message: bytes) -> bool:
         socket = connection.socket
@@ -290,22 +283,6 @@ class Connections:
         except zmq.ZMQError:
             return False
         connection.reached = True
-        return True
-
-    def _hold(
-        self, endpoint: str, connection: _Connection, held: _Held, now: float
-    ) -> bool:
-        size = connection.held_bytes + len(held.message)
-        if len(connection.held) >= MAX_HELD or (
-            connection.held and size > _MAX_HELD_BYTES
-        ):
-            return False
-        connection.held.append(held)
-        connection.held_bytes = size
-        if endpoint not in self._waiting:
-            self._waiting[endpoint] = connection
-            connection.held_since = now
-            _try_later(connection, now)
         return True
 
     def _keep_resolved(self, connection: _Connection, now: float) -> None:
@@ -319,20 +296,11 @@ class Connections:
         for endpoint, connection in list(self._connections.items()):
             if connection.endpoint.host != host:
                 continue
-            if address is None:
-                if connection.socket is None:
-                    self.drop(endpoint)
-            elif address != connection.address and not self._connect(
-                connection, address
-            ):
+            if address is not None and address != connection.address:
+                self._connect(connection, address)
+            if connection.socket is None:
                 self.drop(endpoint)
 
 
 def _is_writable(socket: zmq.Socket) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
-
-
-def _try_later(connection: _Connection, now: float) -> None:
-    """Try again soon at first, and then at longer and longer intervals."""
-    waited = now - connection.held_since
-    connection.try_at = now + min(_LAST_TRY_S, max(_FIRST_TRY_S, waited / 4))
