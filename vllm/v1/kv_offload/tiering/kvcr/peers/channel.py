@@ -64,7 +64,7 @@ class PeerChannel:
         self._forget: Callable[[str], None] = lambda endpoint: None
         self._answers: list[bytes] = []
         self._incompatible: OrderedDict[str, float] = OrderedDict()
-        self._logged_versions: set[Versions] = set()
+        self._logged: set[Versions] = set()
         self._unauthentic = 0
         self._unauthentic_logged_at = float("-inf")
 
@@ -92,7 +92,10 @@ class PeerChannel:
         read = greeting.read(message)
         if read is None:
             return False
-        if read.type == _PROBE and self._withdraw(endpoint, read.op_handle):
+        probed = read.op_handle if read.type == _PROBE else None
+        if probed is not None and self._connections.withdraw(endpoint, probed):
+            # Its request never left, so it is settled without the peer.
+            self._answers.append(_refusal(endpoint, probed))
             return True
         if read.type in (_INTRODUCTION, _PULL) and self.is_incompatible(endpoint):
             return False
@@ -107,9 +110,8 @@ class PeerChannel:
     def recv(self) -> list[bytes]:
         self._connections.flush()
         messages = [m for m in self._listening.recv() if self._may_be_seen(m)]
-        if self._answers:
-            messages += self._answers
-            self._answers = []
+        messages += self._answers
+        self._answers.clear()
         return messages
 
     def close(self) -> None:
@@ -138,9 +140,8 @@ class PeerChannel:
 
     def _of_other_releases(self, read: Message, theirs: Versions) -> bool:
         sender = read.sender_control_endpoint or ""
-        logged = self._logged_versions
-        if theirs not in logged and len(logged) < _MAX_LOGGED:
-            logged.add(theirs)
+        if theirs not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(theirs)
             logger.warning(
                 "kvcr tier: the peer at %.80s runs %.80s, but this engine runs %s. "
                 "They exchange no blocks until both run the same; hints that name "
@@ -151,33 +152,19 @@ class PeerChannel:
             )
         if read.type == _REFUSAL:
             if sender in self._connections:
-                self._mark(sender)
+                self._incompatible[sender] = self._clock() + INCOMPATIBLE_S
+                self._incompatible.move_to_end(sender)
+                if len(self._incompatible) > _MAX_INCOMPATIBLE:
+                    self._incompatible.popitem(last=False)
             # KVCR may see a refusal: it ends the refused pull and names no memory.
             return True
         if sender and read.source_control_endpoint:
-            self._refuse(sender, read)
+            # Say that nothing was, or will be, written. A probe is not answered: it is
+            # about a write of an earlier engine at this endpoint.
+            write = read.op_handle if read.type == _PULL else None
+            refusal = _refusal(read.source_control_endpoint, write)
+            self._connections.send(sender, self._envelope.seal(refusal))
         return False
-
-    def _refuse(self, sender: str, read: Message) -> None:
-        """Tell the sender that nothing was, or will be, written for its message."""
-        # A probe is not answered: it is about a write of an earlier engine at this
-        # endpoint.
-        write = read.op_handle if read.type == _PULL else None
-        refusal = _refusal(str(read.source_control_endpoint), write)
-        self._connections.send(sender, self._envelope.seal(refusal))
-
-    def _mark(self, endpoint: str) -> None:
-        self._incompatible[endpoint] = self._clock() + INCOMPATIBLE_S
-        self._incompatible.move_to_end(endpoint)
-        if len(self._incompatible) > _MAX_INCOMPATIBLE:
-            self._incompatible.popitem(last=False)
-
-    def _withdraw(self, endpoint: str, write: int | None) -> bool:
-        """Settle a write whose request never left, instead of probing for its end."""
-        if write is None or not self._connections.withdraw(endpoint, write):
-            return False
-        self._answers.append(_refusal(endpoint, write))
-        return True
 
     def _closed(self, endpoint: str, writes: list[int]) -> None:
         self._answers += [_refusal(endpoint, write) for write in writes]

@@ -21,7 +21,7 @@ import zmq
 
 from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import (
     Endpoint,
-    EndpointError,
+    Unusable,
     parse_endpoint,
 )
 from vllm.v1.kv_offload.tiering.kvcr.peers.resolver import Resolver
@@ -216,7 +216,7 @@ class Connections:
             return None
         try:
             parsed = parse_endpoint(endpoint)
-        except EndpointError:
+        except Unusable:
             return None
         while len(self._connections) >= MAX_CONNECTIONS:
             self.drop(self._least_useful())

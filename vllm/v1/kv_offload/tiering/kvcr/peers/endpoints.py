@@ -18,8 +18,8 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.A)
 _MAX_NAME = 253
 
 
-class EndpointError(ValueError):
-    """An endpoint that cannot be dialled; ``reason`` is a metric's label."""
+class Unusable(ValueError):
+    """An endpoint, or a hint, of no use; ``reason`` is a metric's label."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -42,19 +42,19 @@ def parse_endpoint(text: str) -> Endpoint:
     """Parse ``tcp://host:port``.
 
     Raises:
-        EndpointError: it is not an endpoint, or nobody can listen there.
+        Unusable: it is not an endpoint, or nobody can listen there.
     """
     match = _ENDPOINT.fullmatch(text)
     if match is None or not 0 < int(match[2]) < 1 << 16:
-        raise EndpointError("bad_endpoint", f"{text[:80]!r} is not tcp://host:port")
+        raise Unusable("bad_endpoint", f"{text[:80]!r} is not tcp://host:port")
     written, port = match[1], int(match[2])
     if written.startswith("["):
-        raise EndpointError(
+        raise Unusable(
             "ipv6", f"{text[:80]!r} is an IPv6 endpoint, but KVCR listens on IPv4 only"
         )
     host = _host(written)
     if host is None:
-        raise EndpointError(
+        raise Unusable(
             "bad_endpoint", f"{written[:80]!r} is neither a host name nor an address"
         )
     return Endpoint(str(host), port, host if isinstance(host, IPv4Address) else None)
