@@ -11,6 +11,7 @@ import queue
 import socket
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 
 _THREADS = 4
 _MOST_WAITING = 64
@@ -77,12 +78,8 @@ def _work(
     answers: "queue.SimpleQueue[tuple[str, str | None]]",
 ) -> None:
     while host := questions.get():
-        answers.put((host, _resolve(host)))
-
-
-def _resolve(host: str) -> str | None:
-    try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return None
-    return str(found[0][4][0])
+        address = None
+        with suppress(OSError, UnicodeError):
+            found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+            address = str(found[0][4][0])
+        answers.put((host, address))
