@@ -9,6 +9,7 @@ wheels that are missing, overwrite each other or were built for another CUDA ver
 import functools
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import HeaderParser
@@ -42,14 +43,12 @@ class Fault:
     def error(self) -> ImportError:
         """A ``ModuleNotFoundError`` if a package is absent."""
         ranges = [f"{name} {old} to {new}" for name, (old, new) in TESTED.items()]
-        message = "\n".join(
-            (
-                f'The "kvcr" tier cannot run: {self.text}.',
-                f"  found:    {describe()}",
-                f"  required: {', '.join(ranges)}, the nixl that kvcr requires",
-                f"  to fix:   {self.command}",
-                "  'vllm-kvcr doctor' looks further into what is installed.",
-            )
+        message = (
+            f'The "kvcr" tier cannot run: {self.text}.\n'
+            f"  found:    {describe()}\n"
+            f"  required: {', '.join(ranges)}, the nixl that kvcr requires\n"
+            f"  to fix:   {self.command}\n"
+            "  'vllm-kvcr doctor' looks further into what is installed."
         )
         kind = ModuleNotFoundError if self.absent else ImportError
         return kind(message, name=self.package.replace("-", "_"))
@@ -62,11 +61,9 @@ def check_environment() -> None:
     Raises:
         ImportError: says what to install.
     """
-    fault = nixl_fault()
-    if fault is not None:
+    if fault := nixl_fault():
         raise fault.error()
-    warning = untested(installed())
-    if warning is not None:
+    if warning := untested(installed()):
         logger.warning("%s", warning)
 
 
@@ -94,10 +91,9 @@ def name_faults() -> list[Fault]:
     missing = missing_names()
     faults = []
     for package in TESTED:
-        names = [name for name in missing if name.partition(".")[0] == package]
+        names = ", ".join(name for name in missing if name.startswith(package))
         if names:
-            lacks = f"is too old or too new: it lacks {', '.join(names)}"
-            text = f"{named(package)} {lacks}"
+            text = f"{named(package)} is too old or too new: it lacks {names}"
             faults.append(Fault(text, upgrade(package), package))
     return faults
 
@@ -187,15 +183,12 @@ def read_metadata(
 def pin_of(name: str, requirements: Iterable[str]) -> SpecifierSet | None:
     """The versions of ``name`` that a distribution requires, extras aside."""
     for line in requirements:
-        try:
+        with suppress(InvalidRequirement):
             requirement = Requirement(line)
-        except InvalidRequirement:
-            continue
-        marker = requirement.marker
-        if requirement.name == name and (
-            marker is None or marker.evaluate({"extra": ""})
-        ):
-            return requirement.specifier
+            if requirement.name == name and (
+                requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            ):
+                return requirement.specifier
     return None
 
 

@@ -7,6 +7,7 @@
 
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 
@@ -14,9 +15,9 @@ class Nixl:
     """The plugins of the installed NIXL, found through an agent that uses none."""
 
     def __init__(self) -> None:
-        self._agent: Any | None = None
+        self._agent: Any = None
         self.names: tuple[str, ...] | None = None
-        try:
+        with suppress(Exception):
             # NIXL ships no type annotations.
             from nixl import (  # type: ignore[import-untyped,unused-ignore]
                 nixl_agent,
@@ -26,12 +27,10 @@ class Nixl:
             config = nixl_agent_config(enable_prog_thread=False, backends=[])
             self._agent = nixl_agent(f"kvcr-probe-{uuid.uuid4().hex}", config)
             self.names = tuple(self._agent.get_plugin_list())
-        except Exception:
-            self._agent = None
 
     def memory(self, name: str) -> tuple[str, ...] | None:
         """The kinds of memory that a plugin moves; empty if it cannot be loaded."""
-        if self._agent is None or self.names is None:
+        if self.names is None:
             return None
         if name not in self.names:
             return ()
@@ -46,7 +45,7 @@ class Nixl:
 
     def why_unusable(self, name: str, options: Mapping[str, str]) -> str | None:
         """Create a backend of a plugin, and say why it cannot be used if that fails."""
-        if self._agent is None:
+        if self.names is None:
             return None
         if not self.memory(name):
             return "the plugin, or a library that it needs, is missing"
