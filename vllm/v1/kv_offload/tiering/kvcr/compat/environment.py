@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from email.message import Message
-from email.parser import HeaderParser
 from importlib.metadata import Distribution
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -56,11 +54,7 @@ class Fault:
 
 @functools.cache
 def check_environment() -> None:
-    """Raise if the installed NIXL is not kvcr's; warn once of untested releases.
-
-    Raises:
-        ImportError: says what to install.
-    """
+    """Raise ``ImportError`` if NIXL is not kvcr's; warn once of untested releases."""
     if fault := nixl_fault():
         raise fault.error()
     if warning := untested(installed()):
@@ -77,11 +71,7 @@ def explain(error: ImportError) -> ImportError:
 
 
 def check_names() -> None:
-    """Raise if vLLM or kvcr lacks a name that is needed.
-
-    Raises:
-        ImportError: lists the names, and says what to install.
-    """
+    """Raise ``ImportError`` if vLLM or kvcr lacks a name that is needed."""
     for fault in name_faults():
         raise fault.error()
 
@@ -100,8 +90,8 @@ def name_faults() -> list[Fault]:
 
 def nixl_fault() -> Fault | None:
     """A fault if NIXL, or the wheel that it loaded, is not the release for kvcr."""
-    _, kvcr = read_metadata("kvcr")
-    pin = pin_of("nixl", kvcr.get_all("Requires-Dist") or ())
+    kvcr = find("kvcr")
+    pin = pin_of("nixl", (kvcr.requires if kvcr else None) or ())
     loaded = getattr(getattr(sys.modules.get("nixl"), "_pkg", None), "__name__", "")
     names = ["nixl", *(w for w in NIXL_WHEELS if w.replace("-", "_") == loaded)]
     for name in names:
@@ -137,10 +127,9 @@ def installed() -> dict[str, str]:
     """Versions by distribution; ``vllm`` stands for whichever build is installed."""
     versions: dict[str, str] = {}
     for name in (*VLLM_BUILDS, "kvcr", "nixl", *NIXL_WHEELS, "torch"):
-        distribution, metadata = read_metadata(name)
-        if distribution is not None:
+        if distribution := find(name):
             key = "vllm" if name in VLLM_BUILDS else name
-            versions.setdefault(key, metadata["Version"])
+            versions.setdefault(key, distribution.version)
     # A vLLM that was built in place has no metadata.
     version = getattr(sys.modules.get("vllm"), "__version__", None)
     if isinstance(version, str):
@@ -161,23 +150,18 @@ def named(name: str) -> str:
 def upgrade(package: str) -> str:
     oldest, newest = TESTED[package]
     builds = VLLM_BUILDS if package == "vllm" else ()
-    name = next((each for each in builds if read_metadata(each)[0]), package)
+    name = next((each for each in builds if find(each)), package)
     return f"pip install '{name}>={oldest},<={newest}'"
 
 
-def read_metadata(
-    name: str, path: Sequence[str] | None = None
-) -> tuple[Distribution | None, Message]:
-    """A distribution on ``path`` (default: ``sys.path``), and its headers."""
+def find(name: str, path: Sequence[str] | None = None) -> Distribution | None:
+    """A distribution on ``path`` (default: ``sys.path``)."""
     where = list(sys.path if path is None else path)
     for distribution in Distribution.discover(name=name, path=where):
-        text = distribution.read_text("METADATA") or ""
-        # Below the first empty line is the description, which can be long.
-        metadata = HeaderParser().parsestr(text.partition("\n\n")[0])
         # An uninstallation can leave a folder without metadata behind.
-        if metadata["Version"]:
-            return distribution, metadata
-    return None, Message()
+        if distribution.read_text("METADATA") and distribution.version:
+            return distribution
+    return None
 
 
 def pin_of(name: str, requirements: Iterable[str]) -> SpecifierSet | None:

@@ -10,7 +10,7 @@ mention a version.
 from collections.abc import Callable
 from contextlib import suppress
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.kv_offload.tiering.kvcr.compat import environment
 
@@ -24,14 +24,8 @@ except ImportError as error:
 
 environment.check_names()
 
-from vllm.v1.kv_offload.base import ReqContext  # noqa: E402
-from vllm.v1.kv_offload.tiering.base import (  # noqa: E402
-    JobResult,
-    SecondaryTierManager,
-)
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext  # noqa: E402
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager  # noqa: E402
 
 BlockRefs = list[Any]
 """One block's memory, in the form that KVCR takes: a list with one reference."""
@@ -84,8 +78,6 @@ HAS_TIER_POLL_THREAD = hasattr(SecondaryTierManager, "tolerates_off_thread_polli
 # They publish no information about a tier.
 _HAS_CONFIG_INFO = hasattr(SecondaryTierManager, "config_info")
 
-# -------------------------------------------------------------------------------------
-
 
 def primary_region(address: int, row_bytes: int, rows: int) -> dict[str, Any]:
     """The argument of ``KVCRBackendConfigs`` that registers the primary tier."""
@@ -119,23 +111,20 @@ def job_result(
     job_id: int,
     success: bool,
     *,
-    successful_keys: "set[OffloadKey] | None" = None,
+    successful_keys: set[OffloadKey] | None = None,
     transfer_time: float | None = None,
     transfer_bytes: int | None = None,
 ) -> JobResult:
     """A ``JobResult`` with the fields that this vLLM has."""
     result = JobResult(
-        job_id=job_id,
-        success=success,
-        successful_keys=successful_keys,
-        transfer_time=transfer_time,
+        job_id, success, successful_keys=successful_keys, transfer_time=transfer_time
     )
     if _HAS_TRANSFER_BYTES:
         result.transfer_bytes = transfer_bytes
     return result
 
 
-def request_hints(req_context: "ReqContext") -> object | None:
+def request_hints(req_context: ReqContext) -> object | None:
     """The request's routing metadata, from whichever field holds it.
 
     Since vLLM 0.31 requests have ``kv_hints``. Before, the metadata travels in
@@ -149,7 +138,7 @@ def request_hints(req_context: "ReqContext") -> object | None:
     return params.get(kvcr.ROUTER_HINT_KEY) if isinstance(params, dict) else None
 
 
-def writes_primary(error: "kvcr_types.TransferError") -> bool:
+def writes_primary(error: kvcr_types.TransferError) -> bool:
     """Whether a destination report concerns the primary tier's memory.
 
     kvcr 0.1.0 does not name the owner; there a negative handle identifies KVCR's own
@@ -159,7 +148,7 @@ def writes_primary(error: "kvcr_types.TransferError") -> bool:
     return owner == "framework" if owner is not None else error.op_handle >= 0
 
 
-def primary_source_keys(error: "kvcr_types.TransferError") -> set[bytes]:
+def primary_source_keys(error: kvcr_types.TransferError) -> set[bytes]:
     """The keys of a source report whose blocks lie in the primary tier.
 
     kvcr 0.1.0 does not name the owner, so there every key counts: to hold a pin a
@@ -225,10 +214,8 @@ def unstopped_starts() -> int:
 def native_alive_after(error: BaseException, unstopped_before: int) -> bool:
     """Whether a failed start of KVCR left native code that may still touch the buffers.
 
-    The second half can go with kvcr 0.1.0.
-
-    Args:
-        unstopped_before: What ``unstopped_starts`` said before this start.
+    ``unstopped_before`` is what ``unstopped_starts`` said before it; with kvcr 0.1.0
+    that half can go.
     """
     if KVCRStartupError is not None:
         return isinstance(error, KVCRStartupError)

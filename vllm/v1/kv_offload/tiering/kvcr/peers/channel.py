@@ -51,16 +51,10 @@ class PeerChannel:
         envelope: Seals outgoing messages and authenticates incoming ones.
     """
 
-    def __init__(
-        self,
-        listening: Any,
-        envelope: Envelope,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, listening: Any, envelope: Envelope) -> None:
         self._listening = listening
         self._envelope = envelope
         self._connections = Connections(self._closed)
-        self._clock = clock
         self._forget: Callable[[str], None] = lambda endpoint: None
         self._answers: list[bytes] = []
         self._incompatible: OrderedDict[str, float] = OrderedDict()
@@ -80,7 +74,7 @@ class PeerChannel:
     def is_incompatible(self, endpoint: str) -> bool:
         """Whether a peer has said recently that it runs different releases."""
         until = self._incompatible.get(endpoint)
-        return until is not None and self._clock() < until
+        return until is not None and time.monotonic() < until
 
     def is_lost(self, endpoint: str) -> bool:
         """Whether a peer that blocks were requested from has closed the connection."""
@@ -120,8 +114,6 @@ class PeerChannel:
         finally:
             self._listening.close()
 
-    # --- inside ----------------------------------------------------------------------
-
     def _may_be_seen(self, message: bytes) -> bool:
         read = greeting.read(message)
         if read is None:
@@ -152,7 +144,7 @@ class PeerChannel:
             )
         if read.type == _REFUSAL:
             if sender in self._connections:
-                self._incompatible[sender] = self._clock() + INCOMPATIBLE_S
+                self._incompatible[sender] = time.monotonic() + INCOMPATIBLE_S
                 self._incompatible.move_to_end(sender)
                 if len(self._incompatible) > _MAX_INCOMPATIBLE:
                     self._incompatible.popitem(last=False)
@@ -172,7 +164,7 @@ class PeerChannel:
 
     def _count_unauthentic(self, read: Message) -> None:
         self._unauthentic += 1
-        now = self._clock()
+        now = time.monotonic()
         if now - self._unauthentic_logged_at < _LOG_INTERVAL_S:
             return
         self._unauthentic_logged_at = now

@@ -39,7 +39,6 @@ _MAX_OPENED = 8
 millisecond, and KVCR declares this thread stalled after one operation timeout."""
 _IDLE_S = 300.0
 """After this time an unused connection is closed. ZeroMQ redials while it is open."""
-_SWEEP_S = 10.0
 _CHECK_S = 0.05
 _LOST_S = 0.2
 """A connection that is gone for this long is lost. Must exceed the first pause before
@@ -98,7 +97,6 @@ class Connections:
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._connections: OrderedDict[str, _Connection] = OrderedDict()
         self._waiting: dict[str, _Connection] = {}
-        self._sweep_at = 0.0
         self._check_at = 0.0
         self._opened = 0
 
@@ -144,9 +142,8 @@ class Connections:
         if once and any(held.once for held in connection.held):
             return True
         size = connection.held_bytes + len(message)
-        if len(connection.held) >= MAX_HELD or (
-            connection.held and size > _MAX_HELD_BYTES
-        ):
+        too_large = connection.held and size > _MAX_HELD_BYTES
+        if too_large or len(connection.held) >= MAX_HELD:
             return False
         connection.held.append(_Held(message, write, once))
         connection.held_bytes = size
@@ -175,12 +172,15 @@ class Connections:
         if not self._connections:
             return
         now = self._clock()
-        if now >= self._sweep_at:
-            self._sweep_at = now + _SWEEP_S
-            self._drop_idle(now)
         if now >= self._check_at:
             self._check_at = now + _CHECK_S
-            self._look_for_lost(now)
+            for endpoint, connection in list(self._connections.items()):
+                # A message that waits for a peer with pulls may free memory.
+                needed = connection.pulls and connection.held
+                if now - connection.used_at > _IDLE_S and not needed:
+                    self.drop(endpoint)
+                elif connection.pulls and connection.reached:
+                    _look_for_loss(connection, now)
         for endpoint, connection in list(self._waiting.items()):
             if now < connection.try_at:
                 continue
@@ -209,8 +209,6 @@ class Connections:
         self._resolver.close()
         self._context.destroy(linger=0)
 
-    # --- inside ----------------------------------------------------------------------
-
     def _open(self, endpoint: str, once: bool) -> _Connection | None:
         if once and self._opened >= _MAX_OPENED:
             return None
@@ -229,25 +227,6 @@ class Connections:
                 return None
         self._connections[endpoint] = connection
         return connection
-
-    def _drop_idle(self, now: float) -> None:
-        for endpoint, connection in list(self._connections.items()):
-            # A message that waits for a peer with pulls may free memory.
-            needed = connection.pulls and connection.held
-            if now - connection.used_at > _IDLE_S and not needed:
-                self.drop(endpoint)
-
-    def _look_for_lost(self, now: float) -> None:
-        for connection in self._connections.values():
-            if not (connection.pulls and connection.reached):
-                continue
-            if connection.socket is not None and _is_writable(connection.socket):
-                connection.gone_since = None
-                connection.lost = False
-            elif connection.gone_since is None:
-                connection.gone_since = now
-            elif now - connection.gone_since >= _LOST_S:
-                connection.lost = True
 
     def _least_useful(self) -> str:
         """The oldest connection without pulls, or else the oldest."""
@@ -300,6 +279,16 @@ class Connections:
                 self._connect(connection, address)
             if connection.socket is None:
                 self.drop(endpoint)
+
+
+def _look_for_loss(connection: _Connection, now: float) -> None:
+    if connection.socket is not None and _is_writable(connection.socket):
+        connection.gone_since = None
+        connection.lost = False
+    elif connection.gone_since is None:
+        connection.gone_since = now
+    elif now - connection.gone_since >= _LOST_S:
+        connection.lost = True
 
 
 def _is_writable(socket: zmq.Socket) -> bool:

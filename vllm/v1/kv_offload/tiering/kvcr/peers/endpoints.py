@@ -39,24 +39,18 @@ class Endpoint:
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Parse ``tcp://host:port``.
-
-    Raises:
-        Unusable: it is not an endpoint, or nobody can listen there.
-    """
+    """Parse ``tcp://host:port``; raise ``Unusable`` if nobody can listen there."""
     match = _ENDPOINT.fullmatch(text)
     if match is None or not 0 < int(match[2]) < 1 << 16:
         raise Unusable("bad_endpoint", f"{text[:80]!r} is not tcp://host:port")
     written, port = match[1], int(match[2])
     if written.startswith("["):
-        raise Unusable(
-            "ipv6", f"{text[:80]!r} is an IPv6 endpoint, but KVCR listens on IPv4 only"
-        )
+        detail = f"{text[:80]!r} is an IPv6 endpoint, but KVCR listens on IPv4 only"
+        raise Unusable("ipv6", detail)
     host = _host(written)
     if host is None:
-        raise Unusable(
-            "bad_endpoint", f"{written[:80]!r} is neither a host name nor an address"
-        )
+        detail = f"{written[:80]!r} is neither a host name nor an address"
+        raise Unusable("bad_endpoint", detail)
     return Endpoint(str(host), port, host if isinstance(host, IPv4Address) else None)
 
 
@@ -77,11 +71,7 @@ def _host(written: str) -> str | IPv4Address | None:
 
 
 def peer_pattern(value: str) -> str:
-    """The canonical form of an entry of ``allowed_peers``.
-
-    Raises:
-        ValueError: it is not a host name, an IPv4 address or an IPv4 network.
-    """
+    """The canonical form of an entry of ``allowed_peers``; ``ValueError`` if bad."""
     text = value.strip()
     if "/" in text:
         try:
@@ -108,17 +98,11 @@ class AllowedPeers:
 
     def __init__(self, patterns: Iterable[str] | None) -> None:
         self._any = patterns is None
-        self._networks: list[IPv4Network] = []
-        self._names: set[str] = set()
-        for pattern in patterns or ():
-            try:
-                self._networks.append(IPv4Network(pattern))
-            except ValueError:
-                self._names.add(pattern)
+        self._hosts = frozenset(patterns or ())
+        self._networks = [IPv4Network(each) for each in self._hosts if "/" in each]
 
     def admit(self, endpoint: Endpoint) -> bool:
-        if self._any:
+        if self._any or endpoint.host in self._hosts:
             return True
-        if endpoint.address is None:
-            return endpoint.host in self._names
-        return any(endpoint.address in network for network in self._networks)
+        address = endpoint.address
+        return address is not None and any(address in each for each in self._networks)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import astuple
 
 _FIELD = "vllm_kvcr"
 _DIGEST = "sha256"
@@ -35,10 +36,8 @@ class Versions(msgspec.Struct, frozen=True):
         Neither KVCR's messages nor NIXL's metadata are compatible between releases, and
         a write from another release has crashed the receiver.
         """
-        return all(
-            ours == theirs or not ours or not theirs
-            for ours, theirs in ((self.kvcr, other.kvcr), (self.nixl, other.nixl))
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return all(not ours or not theirs or ours == theirs for ours, theirs in pairs)
 
     def __str__(self) -> str:
         return f"kvcr {self.kvcr or '?'} with nixl {self.nixl or '?'}"
@@ -94,11 +93,7 @@ class Envelope:
 
 
 def read_secret(file: Path) -> bytes:
-    """Read the shared secret, without the white space around it.
-
-    Raises:
-        ValueError: the file cannot be read, or the secret is too short.
-    """
+    """Read the shared secret; raise ``ValueError`` if it is too short, or not there."""
     try:
         secret = file.read_bytes().strip()
     except OSError as error:

@@ -35,14 +35,11 @@ MAX_HINTED_PEERS = 64
 """Peers that the requests in progress may be hinted at in total. Must be less than the
 connections that an engine keeps, of which it is half."""
 
-_FETCH = "kv.fetch"
-
 
 @dataclass(slots=True)
 class _RequestHint:
     endpoint: str | None
-    pulled: set[bytes] = field(default_factory=set)
-    """The blocks that the request pulls; at most ``max_pull_blocks``."""
+    pulled: set[bytes] = field(default_factory=set)  # at most ``max_pull_blocks``
 
 
 class Hints:
@@ -51,8 +48,6 @@ class Hints:
     Args:
         own_endpoints: This engine's control endpoints; ``None`` if it serves no peers.
         max_pull_blocks: The most blocks that one request may pull from a peer.
-        allowed: The peers from which blocks may be pulled.
-        is_incompatible: Whether a peer has said that it runs other releases.
     """
 
     def __init__(
@@ -218,7 +213,7 @@ def _fetch_payload(hints: dict[str, Any]) -> dict[str, Any]:
     """The payload of the first action that KVCR would act on, if there is one."""
     actions = hints.get("actions")
     for action in actions if isinstance(actions, list) else ():
-        if isinstance(action, dict) and action.get("action_type") == _FETCH:
+        if isinstance(action, dict) and action.get("action_type") == "kv.fetch":
             payload = action.get("payload")
             return payload if isinstance(payload, dict) else {}
     return {}

@@ -103,10 +103,7 @@ class Liveness:
         source.judged_at = self._clock()
 
     def heard_late(self, name: str) -> None:
-        """Note that a block arrived too late: the source is alive, but slow.
-
-        It is used again after its pause, without another introduction.
-        """
+        """Note that a block arrived too late: the source is alive, but slow."""
         source = self._source(name)
         source.proven = True
         source.introducing = False

@@ -21,12 +21,7 @@ from typing import NamedTuple
 from kvcr.types import BlockKey, PinHandle, PinRequestId, PinResult
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
-from vllm.v1.kv_offload.tiering.base import (
-    JobId,
-    JobResult,
-    ParentManager,
-    TransferJob,
-)
+from vllm.v1.kv_offload.tiering.base import JobId, JobResult, ParentManager, TransferJob
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
 from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses, Lost
@@ -68,7 +63,6 @@ class Pins:
         *,
         request_prefix: str,
         uncounted: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._codec = codec
         self._block_refs = block_refs
@@ -77,7 +71,6 @@ class Pins:
         self._explain_foreign = explain_foreign
         self._request_prefix = request_prefix
         self._result_bytes = 0 if uncounted else None
-        self._clock = clock
         self._ids = map(PinRequestId, count(1))
         self._asked: _Requests = OrderedDict()
         self._waiting: _Requests = OrderedDict()
@@ -95,7 +88,7 @@ class Pins:
     def oldest_age(self) -> float:
         """Seconds that the oldest of them is held."""
         oldest = next(iter(self._held.values()), None)
-        return 0.0 if oldest is None else self._clock() - oldest.since
+        return 0.0 if oldest is None else time.monotonic() - oldest.since
 
     @property
     def has_results(self) -> bool:
@@ -218,7 +211,7 @@ class Pins:
             if job is not None:
                 handle = f"kvcr-job-{job.job_id}"
                 answer = handle, {key: refs.get(key) for key in keys}
-                self._held[handle] = _Pin(job.job_id, frozenset(refs), self._clock())
+                self._held[handle] = _Pin(job.job_id, frozenset(refs), time.monotonic())
         self._answers.append((request_id, answer))
         return True
 
