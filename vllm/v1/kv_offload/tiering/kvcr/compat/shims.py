@@ -238,10 +238,10 @@ def capabilities() -> dict[str, bool]:
 
 def describe_start() -> str:
     """The line for the log: the versions, and which capabilities are on and off."""
-    on = [name for name, has in capabilities().items() if has]
-    off = [name for name, has in capabilities().items() if not has]
-    versions = environment.describe()
-    return f"{versions}; on: {', '.join(on) or '-'}; off: {', '.join(off) or '-'}"
+    has = capabilities()
+    on = ", ".join(name for name in has if has[name]) or "-"
+    off = ", ".join(name for name in has if not has[name]) or "-"
+    return f"{environment.describe()}; on: {on}; off: {off}"
 
 
 def config_info() -> dict[str, str]:

@@ -55,6 +55,7 @@ class PeerChannel:
         self._listening = listening
         self._envelope = envelope
         self._connections = Connections(self._closed)
+        self.is_lost = self._connections.is_lost
         self._forget: Callable[[str], None] = lambda endpoint: None
         self._answers: list[bytes] = []
         self._incompatible: OrderedDict[str, float] = OrderedDict()
@@ -75,10 +76,6 @@ class PeerChannel:
         """Whether a peer has said recently that it runs different releases."""
         until = self._incompatible.get(endpoint)
         return until is not None and time.monotonic() < until
-
-    def is_lost(self, endpoint: str) -> bool:
-        """Whether a peer that blocks were requested from has closed the connection."""
-        return self._connections.is_lost(endpoint)
 
     # --- what KVCR calls -------------------------------------------------------------
 

@@ -14,6 +14,7 @@ Everything runs on KVCR's progress thread.
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,8 +46,6 @@ _LOST_S = 0.2
 ZeroMQ redials, so that a peer that only closed it is not taken for a dead one."""
 _FIRST_TRY_S, _LAST_TRY_S = 0.001, 0.1
 _NAME_LIFETIME_S = 30.0
-# Milliseconds.
-_CONNECT_TIMEOUT, _RECONNECT, _LONGEST_RECONNECT = 5000, 100, 1000
 
 
 class _Held(NamedTuple):
@@ -242,9 +241,10 @@ class Connections:
             # Otherwise a message for a peer that never existed would count as sent.
             socket.setsockopt(zmq.IMMEDIATE, 1)
             socket.setsockopt(zmq.SNDHWM, MAX_HELD)
-            socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT)
-            socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT)
+            # Milliseconds.
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, 5000)
+            socket.setsockopt(zmq.RECONNECT_IVL, 100)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             socket.connect(f"tcp://{address}:{connection.endpoint.port}")
         except zmq.ZMQError:
             connection.close_socket()
@@ -255,14 +255,12 @@ class Connections:
 
     def _sent(self, connection: _Connection, message: bytes) -> bool:
         socket = connection.socket
-        if socket is None or not _is_writable(socket):
-            return False
-        try:
-            socket.send(message, flags=zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        connection.reached = True
-        return True
+        if socket is not None and _is_writable(socket):
+            with suppress(zmq.ZMQError):
+                socket.send(message, flags=zmq.NOBLOCK)
+                connection.reached = True
+                return True
+        return False
 
     def _keep_resolved(self, connection: _Connection, now: float) -> None:
         """Check now and then whether a name still has the address connected to."""

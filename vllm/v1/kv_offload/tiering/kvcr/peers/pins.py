@@ -128,8 +128,6 @@ class Pins:
         self._let_go(handle, success=True)
         return True
 
-    # The tier's side.
-
     @property
     def only_refused(self) -> bool:
         """Whether only pins are held that KVCR wanted to release before it was safe."""

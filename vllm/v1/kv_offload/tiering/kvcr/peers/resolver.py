@@ -44,10 +44,7 @@ class Resolver:
             self._threads += 1
             # A daemon thread, because a lookup that hangs cannot be ended.
             threading.Thread(
-                target=_work,
-                args=(self._questions, self._answers),
-                name="kvcr-tier-names",
-                daemon=True,
+                target=self._work, name="kvcr-tier-names", daemon=True
             ).start()
         return True
 
@@ -72,14 +69,12 @@ class Resolver:
         for _ in range(self._threads):
             self._questions.put("")
 
-
-def _work(
-    questions: "queue.SimpleQueue[str]",
-    answers: "queue.SimpleQueue[tuple[str, str | None]]",
-) -> None:
-    while host := questions.get():
-        address = None
-        with suppress(OSError, UnicodeError):
-            found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
-            address = str(found[0][4][0])
-        answers.put((host, address))
+    def _work(self) -> None:
+        while host := self._questions.get():
+            address = None
+            with suppress(OSError, UnicodeError):
+                found = socket.getaddrinfo(
+                    host, None, socket.AF_INET, socket.SOCK_STREAM
+                )
+                address = str(found[0][4][0])
+            self._answers.put((host, address))
