@@ -109,11 +109,13 @@ def nixl_fault() -> Fault | None:
 
 def untested(versions: dict[str, str]) -> str | None:
     """A warning, if a release is outside the range that the tests ran with."""
-    outside = [
-        f"{package} {versions[package]} (tested: {oldest} to {newest})"
-        for package, (oldest, newest) in TESTED.items()
-        if package in versions and not _between(versions[package], oldest, newest)
-    ]
+    outside = []
+    for package, (oldest, newest) in TESTED.items():
+        with suppress(KeyError, InvalidVersion):
+            version = versions[package]
+            release = Version(version).release
+            if not Version(oldest).release <= release <= Version(newest).release:
+                outside.append(f"{package} {version} (tested: {oldest} to {newest})")
     if not outside:
         return None
     return (
@@ -181,11 +183,3 @@ def fits(version: str, pin: SpecifierSet) -> bool:
         return pin.contains(Version(version), prereleases=True)
     except InvalidVersion:
         return True
-
-
-def _between(version: str, oldest: str, newest: str) -> bool:
-    try:
-        release = Version(version).release
-    except InvalidVersion:
-        return True
-    return Version(oldest).release <= release <= Version(newest).release

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Asks the installed NIXL which plugins it has.
-
-``None`` means that NIXL cannot tell, in which case nothing is refused.
-"""
+"""Asks the installed NIXL which plugins it has, and lets its progress thread sleep."""
 
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
 class Nixl:
-    """The plugins of the installed NIXL, found through an agent that uses none."""
+    """The plugins of the installed NIXL, found through an agent that uses none.
+
+    ``None`` means that NIXL cannot tell, in which case nothing is refused.
+    """
 
     def __init__(self) -> None:
         self._agent: Any = None
@@ -54,3 +54,38 @@ class Nixl:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None
+
+
+@contextmanager
+def sleeping(delay_ms: int) -> Iterator[None]:
+    """Have agents that are created meanwhile wait for events, up to ``delay_ms``.
+
+    NIXL's agent has a setting for that (``pthrDelay``), but its Python class sets it to
+    0 without a parameter for it, and the progress thread then takes a whole core in
+    every process with a KVCR. Can go once that class, and KVCR, have a parameter.
+
+    Other threads' agents are affected, too, which does them no harm. If the installed
+    NIXL has no such setting, or ``delay_ms`` is 0, nothing changes.
+    """
+    try:
+        # NIXL ships no type annotations.
+        from nixl import _bindings as bindings  # type: ignore[import-untyped,unused-ignore]
+
+        own: Any = bindings.nixlAgentConfig
+    except (ImportError, AttributeError):
+        own = None
+    if not (delay_ms and hasattr(own, "pthrDelay")):
+        yield
+        return
+
+    class Sleeping(own):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "pthrDelay":
+                value = 1000 * delay_ms  # µs
+            super().__setattr__(name, value)
+
+    bindings.nixlAgentConfig = Sleeping
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = own

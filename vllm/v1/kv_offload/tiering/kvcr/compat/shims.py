@@ -35,13 +35,10 @@ BlockRefs = list[Any]
 
 # Its start never reports native work that it could not stop.
 KVCRStartupError: type[Exception] | None = getattr(kvcr_types, "KVCRStartupError", None)
-
 # It cannot be told in which order blocks are used.
 HAS_SEQUENCE_ALIGNMENT = hasattr(kvcr_api.KVCR, "align_sequence")
-
 # To it an address identifies a block, to later ones an index into a registered region.
 _HAS_REGIONS = hasattr(kvcr_types, "RegionDescriptor")
-
 # Its reports do not say whose memory they concern.
 _HAS_MEMORY_OWNERS = (
     "destination_owner" in signature(kvcr_types.TransferError.__init__).parameters
@@ -53,11 +50,9 @@ _HAS_MEMORY_OWNERS = (
 # where each block is in the request, and only the primary tier uses that. Stays if a
 # later release calls ``touch`` again.
 REPORTS_USE = not hasattr(ReqContext, "set_offload_key_position")
-
 # Its tiers take no backpressure detector, and its job results have no size.
 HAS_BACKPRESSURE = hasattr(SecondaryTierManager, "bp_detector")
 _HAS_TRANSFER_BYTES = "transfer_bytes" in JobResult.__dataclass_fields__
-
 # Its requests have no field for hints; see ``request_hints``.
 _HAS_KV_HINTS = "kv_hints" in ReqContext.__dataclass_fields__
 
@@ -74,7 +69,6 @@ HIT_SOURCES: tuple[Any, ...] = tuple(
 
 # Nothing wakes a sleeping engine there for a peer's request.
 HAS_TIER_POLL_THREAD = hasattr(SecondaryTierManager, "tolerates_off_thread_polling")
-
 # They publish no information about a tier.
 _HAS_CONFIG_INFO = hasattr(SecondaryTierManager, "config_info")
 
@@ -167,10 +161,9 @@ def is_quiescent(kvcr_instance: Any) -> bool:
     ``close()`` repeats the progress thread's old failure even after everything was
     released, and kvcr has no public way to ask. Can go once it has one.
     """
-    try:
+    with suppress(Exception):
         return kvcr_instance._core.is_quiescent() is True
-    except Exception:
-        return False
+    return False
 
 
 def service_pool_bytes(kvcr_instance: Any) -> int | None:
@@ -178,18 +171,16 @@ def service_pool_bytes(kvcr_instance: Any) -> int | None:
 
     kvcr has no public way to ask. Can go once it has one.
     """
-    try:
+    with suppress(Exception):
         return sum(pool.size_bytes for pool in kvcr_instance._pool_hold._pools)
-    except Exception:
-        return None
+    return None
 
 
 def peer_forgetter(kvcr_instance: Any) -> Callable[[str], None]:
     """Make a function that drops everything that KVCR remembers of a control endpoint.
 
-    The function has to be called on KVCR's progress thread. To KVCR the endpoint is
-    then a new one. Otherwise KVCR would remember it for good, and it has no public way
-    to forget. Can go once it has one.
+    The function has to be called on KVCR's progress thread. Without it KVCR would
+    remember the endpoint for good: it has no public way to forget. Can go once it has.
     """
     core = getattr(kvcr_instance, "_core", None)
     backend: Any = getattr(core, "_remote_fw_dram", None)

@@ -44,19 +44,15 @@ _REFUSAL = "write_refused"
 
 
 class PeerChannel:
-    """``KVCRBindings.framework_control``; see above.
-
-    Args:
-        listening: KVCR's channel.
-        envelope: Seals outgoing messages and authenticates incoming ones.
-    """
+    """``KVCRBindings.framework_control``, around KVCR's own; see above."""
 
     def __init__(self, listening: Any, envelope: Envelope) -> None:
         self._listening = listening
         self._envelope = envelope
         self._connections = Connections(self._closed)
         self.is_lost = self._connections.is_lost
-        self._forget: Callable[[str], None] = lambda endpoint: None
+        self.forget: Callable[[str], None] = lambda endpoint: None
+        """Called with each endpoint whose connection is closed; the owner's to set."""
         self._answers: list[bytes] = []
         self._incompatible: OrderedDict[str, float] = OrderedDict()
         self._logged: set[Versions] = set()
@@ -64,20 +60,13 @@ class PeerChannel:
         self._unauthentic_logged_at = float("-inf")
 
     def __getattr__(self, name: str) -> Any:
-        # The endpoint, and everything that the KVCR service needs to share the
-        # listener.
+        # The endpoint, and what the KVCR service needs to share the listener.
         return getattr(self._listening, name)
-
-    def when_closed(self, forget: Callable[[str], None]) -> None:
-        """Have ``forget`` called with each endpoint whose connection is closed."""
-        self._forget = forget
 
     def is_incompatible(self, endpoint: str) -> bool:
         """Whether a peer has said recently that it runs different releases."""
         until = self._incompatible.get(endpoint)
         return until is not None and time.monotonic() < until
-
-    # --- what KVCR calls -------------------------------------------------------------
 
     def send(self, endpoint: str, message: bytes) -> bool:
         read = greeting.read(message)
@@ -157,7 +146,7 @@ class PeerChannel:
 
     def _closed(self, endpoint: str, writes: list[int]) -> None:
         self._answers += [_refusal(endpoint, write) for write in writes]
-        self._forget(endpoint)
+        self.forget(endpoint)
 
     def _count_unauthentic(self, read: Message) -> None:
         self._unauthentic += 1
@@ -176,10 +165,7 @@ class PeerChannel:
 
 
 def guard_channel(channel: Any, secret: bytes | None) -> Any:
-    """Wrap ``channel`` in a ``PeerChannel``.
-
-    A stand-in that can neither send nor receive is returned as it is.
-    """
+    """Wrap ``channel``, unless it is a stand-in that can neither send nor receive."""
     if not (hasattr(channel, "send") and hasattr(channel, "recv")):
         return channel
     found = installed()

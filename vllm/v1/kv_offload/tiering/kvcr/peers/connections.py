@@ -219,7 +219,8 @@ class Connections:
             self.drop(self._least_useful())
         self._opened += 1
         connection = _Connection(parsed, self._clock())
-        address = parsed.host if parsed.address else self._resolver.known(parsed.host)
+        host = parsed.host
+        address = host if parsed.address else self._resolver.known.get(host)
         if address is not None:
             self._connect(connection, address)
             if connection.socket is None:

@@ -8,6 +8,7 @@ form, so that they count as one endpoint. Nothing here asks a name server.
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 
@@ -16,6 +17,7 @@ _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.A)
 # Matches everything that inet_aton() accepts as part of an address.
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.A)
 _MAX_NAME = 253
+_ALL = IPv4Address("255.255.255.255")
 
 
 class Unusable(ValueError):
@@ -28,11 +30,9 @@ class Unusable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    host: str
-    """An IPv4 address, or a name in lower case without a trailing dot."""
+    host: str  # an IPv4 address, or a name in lower case without a trailing dot
     port: int
-    address: IPv4Address | None
-    """The host, if it is an address."""
+    address: IPv4Address | None  # the host, if it is an address
 
     def __str__(self) -> str:
         return f"tcp://{self.host}:{self.port}"
@@ -59,15 +59,13 @@ def _host(written: str) -> str | IPv4Address | None:
     name = written.lower().removesuffix(".")
     labels = name.split(".")
     if _NUMBER.fullmatch(labels[-1]):
-        try:
+        with suppress(ValueError):
             address = IPv4Address(name)
-        except ValueError:
-            return None
-        usable = not (address.is_unspecified or address.is_multicast)
-        return address if usable and int(address) != 0xFFFFFFFF else None
-    if len(name) > _MAX_NAME or not all(map(_LABEL.fullmatch, labels)):
+            if not (address.is_unspecified or address.is_multicast or address == _ALL):
+                return address
         return None
-    return name
+    fits = len(name) <= _MAX_NAME and all(map(_LABEL.fullmatch, labels))
+    return name if fits else None
 
 
 def peer_pattern(value: str) -> str:
@@ -77,9 +75,8 @@ def peer_pattern(value: str) -> str:
         try:
             return str(IPv4Network(text))
         except ValueError as error:
-            raise ValueError(
-                f"is not an IPv4 network such as 10.0.0.0/8: {error}"
-            ) from error
+            detail = f"is not an IPv4 network such as 10.0.0.0/8: {error}"
+            raise ValueError(detail) from error
     host = _host(text)
     if host is None:
         raise ValueError(
@@ -90,11 +87,7 @@ def peer_pattern(value: str) -> str:
 
 
 class AllowedPeers:
-    """The hosts from which blocks may be pulled.
-
-    Args:
-        patterns: As returned by ``peer_pattern``; ``None`` allows every host.
-    """
+    """The hosts to pull from, as ``peer_pattern`` returned them; ``None`` for all."""
 
     def __init__(self, patterns: Iterable[str] | None) -> None:
         self._any = patterns is None

@@ -38,10 +38,8 @@ _MAX_SOURCES = 1024
 
 class Standing(Enum):
     USABLE = auto()
-    UNKNOWN = auto()
-    """It was not introduced yet, or not conclusively."""
-    COOLING = auto()
-    """It was silent and is left alone for a while."""
+    UNKNOWN = auto()  # not introduced yet, or not conclusively
+    COOLING = auto()  # was silent and is left alone for a while
 
 
 @dataclass(slots=True)
@@ -84,11 +82,8 @@ class Liveness:
     def begin_introduction(self, name: str) -> bool:
         """Reserve the introduction of a source, if one is due."""
         source = self._source(name)
-        if (
-            source.proven
-            or source.introducing
-            or self._clock() < source.left_alone_until
-        ):
+        begun = source.proven or source.introducing
+        if begun or self._clock() < source.left_alone_until:
             return False
         source.introducing = True
         return True

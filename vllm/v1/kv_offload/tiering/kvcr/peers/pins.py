@@ -172,10 +172,7 @@ class Pins:
         self._answers.clear()
 
     def native_stopped(self) -> None:
-        """Release every pin: native code has let go of all buffers.
-
-        The quarantine has to be told first.
-        """
+        """Release every pin: native code has let go. Tell the quarantine first."""
         for handle in list(self._held):
             self.release_pin(handle)
 
