@@ -96,14 +96,11 @@ def nixl_fault() -> Fault | None:
     names = ["nixl", *(w for w in NIXL_WHEELS if w.replace("-", "_") == loaded)]
     for name in names:
         version = installed().get(name)
-        if pin is None or version is None or fits(version, pin):
-            continue
-        exact = " ".join(f"'{each}{pin}'" for each in names)
-        return Fault(
-            f"{name} is {version}, but {named('kvcr')} requires nixl{pin}",
-            f"pip install --force-reinstall --no-deps {exact}",
-            name,
-        )
+        if pin is not None and version is not None and not fits(version, pin):
+            text = f"{name} is {version}, but {named('kvcr')} requires nixl{pin}"
+            exact = " ".join(f"'{each}{pin}'" for each in names)
+            command = f"pip install --force-reinstall --no-deps {exact}"
+            return Fault(text, command, name)
     return None
 
 

@@ -19,13 +19,10 @@ class Nixl:
         self.names: tuple[str, ...] | None = None
         with suppress(Exception):
             # NIXL ships no type annotations.
-            from nixl import (  # type: ignore[import-untyped,unused-ignore]
-                nixl_agent,
-                nixl_agent_config,
-            )
+            import nixl  # type: ignore[import-untyped,unused-ignore]
 
-            config = nixl_agent_config(enable_prog_thread=False, backends=[])
-            self._agent = nixl_agent(f"kvcr-probe-{uuid.uuid4().hex}", config)
+            config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
+            self._agent = nixl.nixl_agent(f"kvcr-probe-{uuid.uuid4().hex}", config)
             self.names = tuple(self._agent.get_plugin_list())
 
     def memory(self, name: str) -> tuple[str, ...] | None:
@@ -68,7 +65,6 @@ def sleeping(delay_ms: int) -> Iterator[None]:
     NIXL has no such setting, or ``delay_ms`` is 0, nothing changes.
     """
     try:
-        # NIXL ships no type annotations.
         from nixl import _bindings as bindings  # type: ignore[import-untyped,unused-ignore]
 
         own: Any = bindings.nixlAgentConfig

@@ -150,9 +150,7 @@ def primary_source_keys(error: kvcr_types.TransferError) -> set[bytes]:
     """
     owners = getattr(error, "source_owners", None)
     blocks = error.source_blocks or {}
-    if owners is None:
-        return set(blocks)
-    return {key for key in blocks if owners.get(key) == "framework"}
+    return {key for key in blocks if owners is None or owners.get(key) == "framework"}
 
 
 def is_quiescent(kvcr_instance: Any) -> bool:

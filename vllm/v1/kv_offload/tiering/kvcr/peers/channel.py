@@ -30,8 +30,7 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.greeting import Envelope, Message, Ve
 logger = init_logger(__name__)
 
 INCOMPATIBLE_S = 60.0
-"""How long a peer with different releases is left alone. It may be upgraded meanwhile,
-so this must not be long."""
+"""How long a peer with different releases is left alone; it may be upgraded soon."""
 _MAX_INCOMPATIBLE = 128
 _MAX_LOGGED = 16
 _LOG_INTERVAL_S = 60.0

@@ -8,7 +8,7 @@ peer is connected. If the peer never is, the caller learns that the message neve
 The sockets have their own ZeroMQ context, so that they cannot use up the sockets of the
 process's default one.
 
-Everything runs on KVCR's progress thread.
+Everything but ``is_lost`` runs on KVCR's progress thread.
 """
 
 import time
@@ -32,8 +32,7 @@ MAX_SOCKETS = MAX_CONNECTIONS + 64
 """Must exceed the connections: ZeroMQ closes sockets on a thread of its own, which may
 lag a few behind."""
 MAX_HELD = 256
-"""Messages that may wait for one peer. Must exceed the pulls that can be in
-progress."""
+"""Messages that may wait for one peer. Must exceed its pulls in progress."""
 _MAX_HELD_BYTES = 4 << 20
 _MAX_OPENED = 8
 """Connections that introductions may open between two polls. Each takes up to a
@@ -103,10 +102,7 @@ class Connections:
         return endpoint in self._connections
 
     def is_lost(self, endpoint: str) -> bool:
-        """Whether a peer that blocks were requested from has closed the connection.
-
-        It has if its process died. May be called on any thread.
-        """
+        """Whether a peer that was pulled from closed the connection, as by dying."""
         connection = self._connections.get(endpoint)
         return connection is not None and connection.lost
 
@@ -265,9 +261,8 @@ class Connections:
 
     def _keep_resolved(self, connection: _Connection, now: float) -> None:
         """Check now and then whether a name still has the address connected to."""
-        if now - connection.asked_at > _NAME_LIFETIME_S and self._resolver.ask(
-            connection.endpoint.host
-        ):
+        due = now - connection.asked_at > _NAME_LIFETIME_S
+        if due and self._resolver.ask(connection.endpoint.host):
             connection.asked_at = now
 
     def _resolved(self, host: str, address: str | None) -> None:

@@ -178,8 +178,8 @@ def own_endpoints(
     return frozenset(endpoints)
 
 
-def _fits(hints: object) -> bool:
-    """Whether a hint is small enough to be read on the engine's thread."""
+def _check_size(hints: object) -> None:
+    """Refuse a hint that is too large to be read on the engine's thread."""
     room = 2 * MAX_HASHES
     unread: list[Any] = [hints]
     while unread:
@@ -189,17 +189,16 @@ def _fits(hints: object) -> bool:
         if isinstance(value, (str, bytes, dict, list, tuple)):
             room -= len(value)
         if room < 0:
-            return False
+            detail = f"more than {2 * MAX_HASHES} values or characters"
+            raise Unusable("too_large", detail)
         if isinstance(value, dict):
             unread += (*value, *value.values())
         elif isinstance(value, (list, tuple)):
             unread += (each for each in value if type(each) is not int)
-    return True
 
 
 def _plain(hints: object) -> dict[str, Any]:
-    if not _fits(hints):
-        raise Unusable("too_large", f"more than {2 * MAX_HASHES} values or characters")
+    _check_size(hints)
     try:
         plain = msgspec.to_builtins(hints)
     except (TypeError, ValueError, RecursionError) as error:

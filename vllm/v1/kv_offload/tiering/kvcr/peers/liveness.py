@@ -71,10 +71,8 @@ class Liveness:
 
     def count(self) -> dict[str, int]:
         """How many peers there are of each standing."""
-        counts = {standing.name.lower(): 0 for standing in Standing}
-        for name in self._sources:
-            counts[self.standing(name).name.lower()] += 1
-        return counts
+        standings = [self.standing(name) for name in self._sources]
+        return {each.name.lower(): standings.count(each) for each in Standing}
 
     def is_down(self, name: str) -> bool:
         return self.standing(name) is Standing.COOLING

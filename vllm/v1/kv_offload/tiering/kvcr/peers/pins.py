@@ -28,13 +28,12 @@ from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses, Lost
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 
 MAX_KEYS_PER_SERVE = 2048
-"""Bounds the time that an engine step spends on peers; other requests wait for the next
-step."""
+"""Bounds an engine step's time for peers; other requests wait for the next step."""
 MAX_RETRIES_PER_SERVE = 16
-"""Requests that wait for a block and are tried again in one step; others wait for later
-steps."""
+"""Requests that wait for a block and are tried again in one step, of them all."""
 
-_Requests = OrderedDict[PinRequestId, tuple[BlockKey, ...]]
+_Keys = tuple[BlockKey, ...]
+_Requests = OrderedDict[PinRequestId, _Keys]
 
 
 class _Pin(NamedTuple):
@@ -177,10 +176,7 @@ class Pins:
             self.release_pin(handle)
 
     def _answer(
-        self,
-        parent: ParentManager,
-        request_id: PinRequestId,
-        keys: tuple[BlockKey, ...],
+        self, parent: ParentManager, request_id: PinRequestId, keys: _Keys
     ) -> bool:
         """Pin the blocks that are there; false if it has to wait for one on its way."""
         context = ReqContext(req_id=f"{self._request_prefix}{request_id}")
@@ -211,10 +207,7 @@ class Pins:
         return True
 
     def _look_up(
-        self,
-        parent: ParentManager,
-        keys: tuple[BlockKey, ...],
-        context: ReqContext,
+        self, parent: ParentManager, keys: _Keys, context: ReqContext
     ) -> dict[BlockKey, OffloadKey] | None:
         """The keys that are there; ``None`` while one of them is on its way."""
         present: dict[BlockKey, OffloadKey] = {}
