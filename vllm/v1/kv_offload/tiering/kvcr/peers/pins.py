@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 MAX_KEYS_PER_SERVE = 2048
 """Bounds an engine step's time for peers; other requests wait for the next step."""
 MAX_RETRIES_PER_SERVE = 16
-"""Requests that wait for a block and are tried again in one step, of them all."""
+"""Requests waiting for a block that are tried again in one step; others wait on."""
 
 _Keys = tuple[BlockKey, ...]
 _Requests = OrderedDict[PinRequestId, _Keys]
@@ -62,6 +62,7 @@ class Pins:
         *,
         request_prefix: str,
         uncounted: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._codec = codec
         self._block_refs = block_refs
@@ -70,6 +71,7 @@ class Pins:
         self._explain_foreign = explain_foreign
         self._request_prefix = request_prefix
         self._result_bytes = 0 if uncounted else None
+        self._clock = clock
         self._ids = map(PinRequestId, count(1))
         self._asked: _Requests = OrderedDict()
         self._waiting: _Requests = OrderedDict()
@@ -87,7 +89,7 @@ class Pins:
     def oldest_age(self) -> float:
         """Seconds that the oldest of them is held."""
         oldest = next(iter(self._held.values()), None)
-        return 0.0 if oldest is None else time.monotonic() - oldest.since
+        return 0.0 if oldest is None else self._clock() - oldest.since
 
     @property
     def has_results(self) -> bool:
@@ -202,7 +204,7 @@ class Pins:
             if job is not None:
                 handle = f"kvcr-job-{job.job_id}"
                 answer = handle, {key: refs.get(key) for key in keys}
-                self._held[handle] = _Pin(job.job_id, frozenset(refs), time.monotonic())
+                self._held[handle] = _Pin(job.job_id, frozenset(refs), self._clock())
         self._answers.append((request_id, answer))
         return True
 
