@@ -21,14 +21,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nixl-progress-delay-ms", type=int, required=True)
     given, sys.argv[1:] = parser.parse_known_args()
-    with _nixl_thread().sleeping(given.nixl_progress_delay_ms):
+    with _tiers_nixl().sleeping(given.nixl_progress_delay_ms):
         kvcr_service.main()
 
 
-def _nixl_thread() -> ModuleType:
+def _tiers_nixl() -> ModuleType:
     """The tier's module, without the packages around it, which import vLLM."""
-    path = packaged_tiering_folder() / TIER_TYPE / "compat" / "nixl_thread.py"
-    spec = importlib.util.spec_from_file_location("nixl_thread", path)
+    path = packaged_tiering_folder() / TIER_TYPE / "compat" / "nixl.py"
+    spec = importlib.util.spec_from_file_location("vllm_kvcr_nixl", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -105,7 +105,7 @@ def test_the_reasons_for_lost_blocks() -> None:
 
 def test_the_reasons_for_ignored_hints() -> None:
     rows = table_after("vllm:kvcr_tier_ignored_hints_total{reason}` c")
-    used = constants(hints, "_Unusable") | constants(endpoints, "EndpointError")
+    used = constants(hints, "Unusable") | constants(endpoints, "Unusable")
     assert {"no_source", "ipv6"} <= used
     assert sorted(row[0] for row in rows) == sorted(used)
 

@@ -19,10 +19,10 @@ from vllm.v1.kv_offload.tiering.kvcr.compat.environment import (
     NIXL_WHEELS,
     VLLM_BUILDS,
     Fault,
+    find,
     fits,
     installed,
     pin_of,
-    read_metadata,
     upgrade,
 )
 
@@ -80,13 +80,13 @@ def look_around(path: Sequence[str] | None = None) -> Found:
     found = Found()
     wheels: list[Distribution] = []
     for name in (*VLLM_BUILDS, "kvcr", _PLACEHOLDER, "nixl", *NIXL_WHEELS, "torch"):
-        distribution, metadata = read_metadata(name, path)
+        distribution = find(name, path)
         if distribution is None:
             continue
         key = "vllm" if name in VLLM_BUILDS else name
-        found.versions.setdefault(key, metadata["Version"])
+        found.versions.setdefault(key, distribution.version)
         if name == "kvcr":
-            found.nixl_pin = pin_of("nixl", metadata.get_all("Requires-Dist") or ())
+            found.nixl_pin = pin_of("nixl", distribution.requires or ())
         if name in ("nixl", *NIXL_WHEELS):
             wheels.append(distribution)
     found.overwritten = _claimed_twice(wheels)

@@ -237,7 +237,7 @@ def test_a_closed_connection_is_forgotten(
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
     forgotten: list[str] = []
     ours = ends.ours()
-    ours.channel.when_closed(forgotten.append)
+    ours.channel.forget = forgotten.append
     others = [f"tcp://127.0.0.{number}:9" for number in range(1, 5)]
     for other in others:
         ours.say(other, "target_metadata")

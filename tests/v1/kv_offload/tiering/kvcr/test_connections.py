@@ -165,7 +165,7 @@ def test_a_flood_of_endpoints_opens_few_sockets(rig: Rig) -> None:
             "room for a socket",
         )
         rig.connections.flush()
-        assert len(rig.connections) <= MAX_CONNECTIONS
+        assert len(rig.connections._connections) <= MAX_CONNECTIONS
     wait_until(
         lambda: psutil.Process().num_fds() - before < 3 * MAX_CONNECTIONS,
         "sockets to close",
@@ -214,7 +214,7 @@ def test_a_burst_of_introductions_does_not_stall_the_thread(rig: Rig) -> None:
 )
 def test_what_cannot_be_dialled_opens_nothing(rig: Rig, bad: str) -> None:
     assert not rig.connections.send(bad, b"x")
-    assert len(rig.connections) == 0
+    assert len(rig.connections._connections) == 0
 
 
 def test_a_name_that_is_none_fails_what_waited_for_it(

@@ -10,7 +10,7 @@ from nixl import _bindings
 
 from tests.v1.kv_offload.tiering.kvcr.builders import keys
 from tests.v1.kv_offload.tiering.kvcr.rig import Rig
-from vllm.v1.kv_offload.tiering.kvcr.compat import nixl_thread
+from vllm.v1.kv_offload.tiering.kvcr.compat import nixl
 
 
 @pytest.fixture
@@ -52,5 +52,5 @@ def test_a_nixl_without_this_setting_is_used_as_it_is(
         pass
 
     monkeypatch.setattr(_bindings, "nixlAgentConfig", Other)
-    with nixl_thread.sleeping(1):
+    with nixl.sleeping(1):
         assert _bindings.nixlAgentConfig is Other

@@ -20,6 +20,7 @@ from tests.v1.kv_offload.tiering.kvcr.standin import (
 from vllm.v1.kv_offload.base import ScheduleEndContext
 from vllm.v1.kv_offload.tiering.kvcr import manager
 from vllm.v1.kv_offload.tiering.kvcr.manager import _ATTENTIVE_S, _REST_S
+from vllm.v1.kv_offload.tiering.kvcr.peers import channel
 
 MESSAGE = msgspec.msgpack.encode({"type": "start_write", "op_handle": 1})
 
@@ -45,10 +46,9 @@ class Resting:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.now = 100.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr(manager, "time", clock)
+        for module in (manager, channel):
+            monkeypatch.setattr(module, "time", clock)
         self.rig = StandinRig(kvcr=FetchingStandin, channel=ListeningStandin, **options)
-        if self.rig.tier._channel is not None:
-            self.rig.tier._channel._clock = clock.monotonic
         self.rig.poll()
 
     def polls(self, seconds: float = 0.0) -> int:

@@ -79,7 +79,7 @@ def test_a_pool_is_given_back(module: Any, part: str, retained: list[Any]) -> No
 
 
 STILL_ALIVE = [KeyboardInterrupt(), SystemExit(1)]
-if issubclass(shims.KVCRStartupError, RuntimeError):  # where kvcr has it
+if shims.KVCRStartupError is not None:  # where kvcr has it
     STILL_ALIVE.append(shims.KVCRStartupError("a transfer is under way"))
 
 

@@ -272,7 +272,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
-        return shims.CONFIG_INFO_KEYS
+        return tuple(shims.config_info())
 
     def config_info(self) -> Mapping[str, str]:
         return shims.config_info()

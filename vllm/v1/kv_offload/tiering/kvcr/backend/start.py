@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.tiering.kvcr.backend import files, setup, start_errors, 
 from vllm.v1.kv_offload.tiering.kvcr.backend.closing import Closer
 from vllm.v1.kv_offload.tiering.kvcr.backend.pool import PoolMemory
 from vllm.v1.kv_offload.tiering.kvcr.backend.protocol import KvcrApi
-from vllm.v1.kv_offload.tiering.kvcr.compat import nixl_thread, shims
+from vllm.v1.kv_offload.tiering.kvcr.compat import nixl, shims
 from vllm.v1.kv_offload.tiering.kvcr.config import TierConfig
 from vllm.v1.kv_offload.tiering.kvcr.peers.channel import PeerChannel, guard_channel
 
@@ -139,7 +139,7 @@ class Backend:
             self._channel = guard_channel(channel, secret)
         with (
             waiting.announced(setup.what_answers(guard)),
-            nixl_thread.sleeping(config.nixl_progress_delay_ms),
+            nixl.sleeping(config.nixl_progress_delay_ms),
         ):
             self.kvcr = self._natives.kvcr(
                 setup.kvcr_config(config, primary, agent),
@@ -148,7 +148,7 @@ class Backend:
                 guard,
             )
         if isinstance(self._channel, PeerChannel):
-            self._channel.when_closed(shims.peer_forgetter(self.kvcr))
+            self._channel.forget = shims.peer_forgetter(self.kvcr)
         if guard is not None:
             self.slots = (shims.service_pool_bytes(self.kvcr) or 0) // primary.row_bytes
 

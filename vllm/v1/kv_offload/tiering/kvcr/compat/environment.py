@@ -9,9 +9,8 @@ wheels that are missing, overwrite each other or were built for another CUDA ver
 import functools
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from email.message import Message
-from email.parser import HeaderParser
 from importlib.metadata import Distribution
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -42,14 +41,12 @@ class Fault:
     def error(self) -> ImportError:
         """A ``ModuleNotFoundError`` if a package is absent."""
         ranges = [f"{name} {old} to {new}" for name, (old, new) in TESTED.items()]
-        message = "\n".join(
-            (
-                f'The "kvcr" tier cannot run: {self.text}.',
-                f"  found:    {describe()}",
-                f"  required: {', '.join(ranges)}, the nixl that kvcr requires",
-                f"  to fix:   {self.command}",
-                "  'vllm-kvcr doctor' looks further into what is installed.",
-            )
+        message = (
+            f'The "kvcr" tier cannot run: {self.text}.\n'
+            f"  found:    {describe()}\n"
+            f"  required: {', '.join(ranges)}, the nixl that kvcr requires\n"
+            f"  to fix:   {self.command}\n"
+            "  'vllm-kvcr doctor' looks further into what is installed."
         )
         kind = ModuleNotFoundError if self.absent else ImportError
         return kind(message, name=self.package.replace("-", "_"))
@@ -57,16 +54,10 @@ class Fault:
 
 @functools.cache
 def check_environment() -> None:
-    """Raise if the installed NIXL is not kvcr's; warn once of untested releases.
-
-    Raises:
-        ImportError: says what to install.
-    """
-    fault = nixl_fault()
-    if fault is not None:
+    """Raise ``ImportError`` if NIXL is not kvcr's; warn once of untested releases."""
+    if fault := nixl_fault():
         raise fault.error()
-    warning = untested(installed())
-    if warning is not None:
+    if warning := untested(installed()):
         logger.warning("%s", warning)
 
 
@@ -80,11 +71,7 @@ def explain(error: ImportError) -> ImportError:
 
 
 def check_names() -> None:
-    """Raise if vLLM or kvcr lacks a name that is needed.
-
-    Raises:
-        ImportError: lists the names, and says what to install.
-    """
+    """Raise ``ImportError`` if vLLM or kvcr lacks a name that is needed."""
     for fault in name_faults():
         raise fault.error()
 
@@ -94,40 +81,38 @@ def name_faults() -> list[Fault]:
     missing = missing_names()
     faults = []
     for package in TESTED:
-        names = [name for name in missing if name.partition(".")[0] == package]
+        names = ", ".join(name for name in missing if name.startswith(package))
         if names:
-            lacks = f"is too old or too new: it lacks {', '.join(names)}"
-            text = f"{named(package)} {lacks}"
+            text = f"{named(package)} is too old or too new: it lacks {names}"
             faults.append(Fault(text, upgrade(package), package))
     return faults
 
 
 def nixl_fault() -> Fault | None:
     """A fault if NIXL, or the wheel that it loaded, is not the release for kvcr."""
-    _, kvcr = read_metadata("kvcr")
-    pin = pin_of("nixl", kvcr.get_all("Requires-Dist") or ())
+    kvcr = find("kvcr")
+    pin = pin_of("nixl", (kvcr.requires if kvcr else None) or ())
     loaded = getattr(getattr(sys.modules.get("nixl"), "_pkg", None), "__name__", "")
     names = ["nixl", *(w for w in NIXL_WHEELS if w.replace("-", "_") == loaded)]
     for name in names:
         version = installed().get(name)
-        if pin is None or version is None or fits(version, pin):
-            continue
-        exact = " ".join(f"'{each}{pin}'" for each in names)
-        return Fault(
-            f"{name} is {version}, but {named('kvcr')} requires nixl{pin}",
-            f"pip install --force-reinstall --no-deps {exact}",
-            name,
-        )
+        if pin is not None and version is not None and not fits(version, pin):
+            text = f"{name} is {version}, but {named('kvcr')} requires nixl{pin}"
+            exact = " ".join(f"'{each}{pin}'" for each in names)
+            command = f"pip install --force-reinstall --no-deps {exact}"
+            return Fault(text, command, name)
     return None
 
 
 def untested(versions: dict[str, str]) -> str | None:
     """A warning, if a release is outside the range that the tests ran with."""
-    outside = [
-        f"{package} {versions[package]} (tested: {oldest} to {newest})"
-        for package, (oldest, newest) in TESTED.items()
-        if package in versions and not _between(versions[package], oldest, newest)
-    ]
+    outside = []
+    for package, (oldest, newest) in TESTED.items():
+        with suppress(KeyError, InvalidVersion):
+            version = versions[package]
+            release = Version(version).release
+            if not Version(oldest).release <= release <= Version(newest).release:
+                outside.append(f"{package} {version} (tested: {oldest} to {newest})")
     if not outside:
         return None
     return (
@@ -141,10 +126,9 @@ def installed() -> dict[str, str]:
     """Versions by distribution; ``vllm`` stands for whichever build is installed."""
     versions: dict[str, str] = {}
     for name in (*VLLM_BUILDS, "kvcr", "nixl", *NIXL_WHEELS, "torch"):
-        distribution, metadata = read_metadata(name)
-        if distribution is not None:
+        if distribution := find(name):
             key = "vllm" if name in VLLM_BUILDS else name
-            versions.setdefault(key, metadata["Version"])
+            versions.setdefault(key, distribution.version)
     # A vLLM that was built in place has no metadata.
     version = getattr(sys.modules.get("vllm"), "__version__", None)
     if isinstance(version, str):
@@ -165,37 +149,29 @@ def named(name: str) -> str:
 def upgrade(package: str) -> str:
     oldest, newest = TESTED[package]
     builds = VLLM_BUILDS if package == "vllm" else ()
-    name = next((each for each in builds if read_metadata(each)[0]), package)
+    name = next((each for each in builds if find(each)), package)
     return f"pip install '{name}>={oldest},<={newest}'"
 
 
-def read_metadata(
-    name: str, path: Sequence[str] | None = None
-) -> tuple[Distribution | None, Message]:
-    """A distribution on ``path`` (default: ``sys.path``), and its headers."""
+def find(name: str, path: Sequence[str] | None = None) -> Distribution | None:
+    """A distribution on ``path`` (default: ``sys.path``)."""
     where = list(sys.path if path is None else path)
     for distribution in Distribution.discover(name=name, path=where):
-        text = distribution.read_text("METADATA") or ""
-        # Below the first empty line is the description, which can be long.
-        metadata = HeaderParser().parsestr(text.partition("\n\n")[0])
         # An uninstallation can leave a folder without metadata behind.
-        if metadata["Version"]:
-            return distribution, metadata
-    return None, Message()
+        if distribution.read_text("METADATA") and distribution.version:
+            return distribution
+    return None
 
 
 def pin_of(name: str, requirements: Iterable[str]) -> SpecifierSet | None:
     """The versions of ``name`` that a distribution requires, extras aside."""
     for line in requirements:
-        try:
+        with suppress(InvalidRequirement):
             requirement = Requirement(line)
-        except InvalidRequirement:
-            continue
-        marker = requirement.marker
-        if requirement.name == name and (
-            marker is None or marker.evaluate({"extra": ""})
-        ):
-            return requirement.specifier
+            if requirement.name == name and (
+                requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            ):
+                return requirement.specifier
     return None
 
 
@@ -204,11 +180,3 @@ def fits(version: str, pin: SpecifierSet) -> bool:
         return pin.contains(Version(version), prereleases=True)
     except InvalidVersion:
         return True
-
-
-def _between(version: str, oldest: str, newest: str) -> bool:
-    try:
-        release = Version(version).release
-    except InvalidVersion:
-        return True
-    return Version(oldest).release <= release <= Version(newest).release

@@ -3,6 +3,7 @@
 """The names of vLLM and kvcr that this package cannot do without."""
 
 import importlib
+from operator import attrgetter
 
 REQUIRED_NAMES = {
     "kvcr": (
@@ -101,9 +102,8 @@ def missing_names() -> list[str]:
             missing.append(module)
             continue
         for name in names:
-            found: object = loaded
-            for part in name.split("."):
-                found = getattr(found, part, None)
-            if found is None:
+            try:
+                attrgetter(name)(loaded)
+            except AttributeError:
                 missing.append(f"{module}.{name}")
     return missing

@@ -8,8 +8,9 @@ mention a version.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.kv_offload.tiering.kvcr.compat import environment
 
@@ -23,73 +24,53 @@ except ImportError as error:
 
 environment.check_names()
 
-from vllm.v1.kv_offload.base import ReqContext  # noqa: E402
-from vllm.v1.kv_offload.tiering.base import (  # noqa: E402
-    JobResult,
-    SecondaryTierManager,
-)
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext  # noqa: E402
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager  # noqa: E402
 
 BlockRefs = list[Any]
 """One block's memory, in the form that KVCR takes: a list with one reference."""
 
 
-class _NeverRaised(Exception):
-    """Stands in for an exception type that the installed kvcr does not have."""
+# --- for kvcr 0.1.0; can go with it --------------------------------------------------
 
-
-# Serves kvcr 0.1.0, whose start never reports native work that it could not stop. Can
-# go when 0.1.0 is no longer supported.
-KVCRStartupError: type[Exception] = getattr(
-    kvcr_types, "KVCRStartupError", _NeverRaised
+# Its start never reports native work that it could not stop.
+KVCRStartupError: type[Exception] | None = getattr(kvcr_types, "KVCRStartupError", None)
+# It cannot be told in which order blocks are used.
+HAS_SEQUENCE_ALIGNMENT = hasattr(kvcr_api.KVCR, "align_sequence")
+# To it an address identifies a block, to later ones an index into a registered region.
+_HAS_REGIONS = hasattr(kvcr_types, "RegionDescriptor")
+# Its reports do not say whose memory they concern.
+_HAS_MEMORY_OWNERS = (
+    "destination_owner" in signature(kvcr_types.TransferError.__init__).parameters
 )
 
-# Serves kvcr 0.1.0, which cannot be told in which order blocks are used. Can go with
-# 0.1.0.
-HAS_SEQUENCE_ALIGNMENT = hasattr(kvcr_api.KVCR, "align_sequence")
+# --- for vLLM 0.30; can go with it ---------------------------------------------------
 
-# Serves vLLM 0.30, the only release that reports the use of blocks to its tiers
-# (``touch``). Since 0.31 the scheduler records where each block is in the request, and
-# only the primary tier uses that. Can go when 0.30 is no longer supported, unless a
+# It alone reports the use of blocks to its tiers (``touch``). Later schedulers record
+# where each block is in the request, and only the primary tier uses that. Stays if a
 # later release calls ``touch`` again.
 REPORTS_USE = not hasattr(ReqContext, "set_offload_key_position")
+# Its tiers take no backpressure detector, and its job results have no size.
+HAS_BACKPRESSURE = hasattr(SecondaryTierManager, "bp_detector")
+_HAS_TRANSFER_BYTES = "transfer_bytes" in JobResult.__dataclass_fields__
+# Its requests have no field for hints; see ``request_hints``.
+_HAS_KV_HINTS = "kv_hints" in ReqContext.__dataclass_fields__
 
-# Serves kvcr 0.1.0, where an address identifies a block; from 0.1.1 on it is an index
-# into a registered region. Can go with 0.1.0.
-_HAS_REGIONS = hasattr(kvcr_types, "RegionDescriptor")
+# --- for vLLM 0.31 and before; can go with them --------------------------------------
 
-# Serves vLLM before 0.33, where nothing wakes a sleeping engine for a peer's request.
-# Can go when 0.32 is no longer supported.
-HAS_TIER_POLL_THREAD = hasattr(SecondaryTierManager, "tolerates_off_thread_polling")
-
-# Serves vLLM before 0.32, which does not tell where cached tokens came from. Can go
-# when 0.31 is no longer supported.
+# They do not tell where cached tokens came from.
 HIT_SOURCES: tuple[Any, ...] = tuple(
     getattr(type(getattr(SecondaryTierManager, "cache_hit_source", None)), name, None)
     for name in ("HOST", "DISK", "P2P")
 )
 """What vLLM calls KVCR's pool, its files and a peer there."""
 
-# Serves vLLM 0.30, whose tiers take no backpressure detector and whose job results have
-# no size. Can go when 0.30 is no longer supported.
-HAS_BACKPRESSURE = hasattr(SecondaryTierManager, "bp_detector")
-_HAS_TRANSFER_BYTES = "transfer_bytes" in JobResult.__dataclass_fields__
+# --- for vLLM 0.32 and before; can go with them --------------------------------------
 
-# Serves vLLM 0.30, whose requests have no field for hints; see ``request_hints``. Can
-# go when 0.30 is no longer supported.
-_HAS_KV_HINTS = "kv_hints" in ReqContext.__dataclass_fields__
-
-# Serves vLLM before 0.33, which publishes no information about a tier. Can go when 0.32
-# is no longer supported.
+# Nothing wakes a sleeping engine there for a peer's request.
+HAS_TIER_POLL_THREAD = hasattr(SecondaryTierManager, "tolerates_off_thread_polling")
+# They publish no information about a tier.
 _HAS_CONFIG_INFO = hasattr(SecondaryTierManager, "config_info")
-
-# Serves kvcr 0.1.0, whose reports do not say whose memory they concern. Can go with
-# 0.1.0.
-_HAS_MEMORY_OWNERS = (
-    "destination_owner" in signature(kvcr_types.TransferError.__init__).parameters
-)
 
 
 def primary_region(address: int, row_bytes: int, rows: int) -> dict[str, Any]:
@@ -116,32 +97,28 @@ def block_refs_factory(
 
 def base_arguments(backpressure_detector: Any | None) -> dict[str, Any]:
     """Extra arguments of ``SecondaryTierManager.__init__``."""
-    if HAS_BACKPRESSURE:
-        return {"backpressure_detector": backpressure_detector}
-    return {}
+    extra = {"backpressure_detector": backpressure_detector}
+    return extra if HAS_BACKPRESSURE else {}
 
 
 def job_result(
     job_id: int,
     success: bool,
     *,
-    successful_keys: "set[OffloadKey] | None" = None,
+    successful_keys: set[OffloadKey] | None = None,
     transfer_time: float | None = None,
     transfer_bytes: int | None = None,
 ) -> JobResult:
     """A ``JobResult`` with the fields that this vLLM has."""
     result = JobResult(
-        job_id=job_id,
-        success=success,
-        successful_keys=successful_keys,
-        transfer_time=transfer_time,
+        job_id, success, successful_keys=successful_keys, transfer_time=transfer_time
     )
     if _HAS_TRANSFER_BYTES:
         result.transfer_bytes = transfer_bytes
     return result
 
 
-def request_hints(req_context: "ReqContext") -> object | None:
+def request_hints(req_context: ReqContext) -> object | None:
     """The request's routing metadata, from whichever field holds it.
 
     Since vLLM 0.31 requests have ``kv_hints``. Before, the metadata travels in
@@ -155,7 +132,7 @@ def request_hints(req_context: "ReqContext") -> object | None:
     return params.get(kvcr.ROUTER_HINT_KEY) if isinstance(params, dict) else None
 
 
-def writes_primary(error: "kvcr_types.TransferError") -> bool:
+def writes_primary(error: kvcr_types.TransferError) -> bool:
     """Whether a destination report concerns the primary tier's memory.
 
     kvcr 0.1.0 does not name the owner; there a negative handle identifies KVCR's own
@@ -165,7 +142,7 @@ def writes_primary(error: "kvcr_types.TransferError") -> bool:
     return owner == "framework" if owner is not None else error.op_handle >= 0
 
 
-def primary_source_keys(error: "kvcr_types.TransferError") -> set[bytes]:
+def primary_source_keys(error: kvcr_types.TransferError) -> set[bytes]:
     """The keys of a source report whose blocks lie in the primary tier.
 
     kvcr 0.1.0 does not name the owner, so there every key counts: to hold a pin a
@@ -173,54 +150,44 @@ def primary_source_keys(error: "kvcr_types.TransferError") -> set[bytes]:
     """
     owners = getattr(error, "source_owners", None)
     blocks = error.source_blocks or {}
-    if owners is None:
-        return set(blocks)
-    return {key for key in blocks if owners.get(key) == "framework"}
+    return {key for key in blocks if owners is None or owners.get(key) == "framework"}
 
 
-def is_quiescent(kvcr_instance: object) -> bool:
+def is_quiescent(kvcr_instance: Any) -> bool:
     """Whether native code has provably let go of every buffer.
 
     ``close()`` repeats the progress thread's old failure even after everything was
     released, and kvcr has no public way to ask. Can go once it has one.
     """
-    probe = getattr(getattr(kvcr_instance, "_core", None), "is_quiescent", None)
-    try:
-        return probe is not None and probe() is True
-    except Exception:
-        return False
+    with suppress(Exception):
+        return kvcr_instance._core.is_quiescent() is True
+    return False
 
 
-def service_pool_bytes(kvcr_instance: object) -> int | None:
+def service_pool_bytes(kvcr_instance: Any) -> int | None:
     """Size of the pool that the KVCR service granted; ``None`` if it is not known.
 
     kvcr has no public way to ask. Can go once it has one.
     """
-    hold = getattr(kvcr_instance, "_pool_hold", None)
-    try:
-        return sum(pool.size_bytes for pool in hold._pools)  # type: ignore[union-attr]
-    except Exception:
-        return None
+    with suppress(Exception):
+        return sum(pool.size_bytes for pool in kvcr_instance._pool_hold._pools)
+    return None
 
 
-def peer_forgetter(kvcr_instance: object) -> Callable[[str], None]:
+def peer_forgetter(kvcr_instance: Any) -> Callable[[str], None]:
     """Make a function that drops everything that KVCR remembers of a control endpoint.
 
-    The function has to be called on KVCR's progress thread. To KVCR the endpoint is
-    then a new one. Otherwise KVCR would remember it for good, and it has no public way
-    to forget. Can go once it has one.
+    The function has to be called on KVCR's progress thread. Without it KVCR would
+    remember the endpoint for good: it has no public way to forget. Can go once it has.
     """
-    backend = getattr(getattr(kvcr_instance, "_core", None), "_remote_fw_dram", None)
-    acknowledged = getattr(backend, "_metadata_acked_sources", None)
-    retries = getattr(backend, "_metadata_retry_after", None)
-    incarnations = getattr(getattr(backend, "_dangling_ops", None), "sources", None)
+    core = getattr(kvcr_instance, "_core", None)
+    backend: Any = getattr(core, "_remote_fw_dram", None)
 
     def forget(endpoint: str) -> None:
-        if isinstance(acknowledged, set):
-            acknowledged.discard(endpoint)
-        for table in (retries, incarnations):
-            if isinstance(table, dict):
-                table.pop(endpoint, None)
+        with suppress(AttributeError, TypeError):
+            backend._metadata_acked_sources.discard(endpoint)
+            backend._metadata_retry_after.pop(endpoint, None)
+            backend._dangling_ops.sources.pop(endpoint, None)
 
     return forget
 
@@ -236,12 +203,10 @@ def unstopped_starts() -> int:
 def native_alive_after(error: BaseException, unstopped_before: int) -> bool:
     """Whether a failed start of KVCR left native code that may still touch the buffers.
 
-    The second half can go with kvcr 0.1.0.
-
-    Args:
-        unstopped_before: What ``unstopped_starts`` said before this start.
+    ``unstopped_before`` is what ``unstopped_starts`` said before it; with kvcr 0.1.0
+    that half can go.
     """
-    if KVCRStartupError is not _NeverRaised:
+    if KVCRStartupError is not None:
         return isinstance(error, KVCRStartupError)
     return unstopped_starts() > unstopped_before
 
@@ -255,25 +220,24 @@ def capabilities() -> dict[str, bool]:
         "kv_hints": _HAS_KV_HINTS,
         "config_info": _HAS_CONFIG_INFO,
         "sequence_alignment": HAS_SEQUENCE_ALIGNMENT and REPORTS_USE,
-        "retained_startup_buffers": KVCRStartupError is not _NeverRaised,
+        "retained_startup_buffers": KVCRStartupError is not None,
         "memory_owners": _HAS_MEMORY_OWNERS,
     }
 
 
 def describe_start() -> str:
     """The line for the log: the versions, and which capabilities are on and off."""
-    on = [name for name, has in capabilities().items() if has]
-    off = [name for name, has in capabilities().items() if not has]
-    versions = environment.describe()
-    return f"{versions}; on: {', '.join(on) or '-'}; off: {', '.join(off) or '-'}"
-
-
-CONFIG_INFO_KEYS = ("kvcr_version", "nixl_version", "kvcr_capabilities")
-"""The tier's labels in vLLM's metric on the configuration."""
+    has = capabilities()
+    on = ", ".join(name for name in has if has[name]) or "-"
+    off = ", ".join(name for name in has if not has[name]) or "-"
+    return f"{environment.describe()}; on: {on}; off: {off}"
 
 
 def config_info() -> dict[str, str]:
+    """The tier's labels, and their values, in vLLM's metric on the configuration."""
     versions = environment.installed()
-    on = ",".join(name for name, has in capabilities().items() if has)
-    values = (versions.get("kvcr", ""), versions.get("nixl", ""), on)
-    return dict(zip(CONFIG_INFO_KEYS, values, strict=True))
+    return {
+        "kvcr_version": versions.get("kvcr", ""),
+        "nixl_version": versions.get("nixl", ""),
+        "kvcr_capabilities": ",".join(n for n, has in capabilities().items() if has),
+    }

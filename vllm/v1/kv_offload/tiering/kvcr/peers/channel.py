@@ -30,8 +30,7 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.greeting import Envelope, Message, Ve
 logger = init_logger(__name__)
 
 INCOMPATIBLE_S = 60.0
-"""How long a peer with different releases is left alone. It may be upgraded meanwhile,
-so this must not be long."""
+"""How long a peer with different releases is left alone; it may be upgraded soon."""
 _MAX_INCOMPATIBLE = 128
 _MAX_LOGGED = 16
 _LOG_INTERVAL_S = 60.0
@@ -44,57 +43,40 @@ _REFUSAL = "write_refused"
 
 
 class PeerChannel:
-    """``KVCRBindings.framework_control``; see above.
+    """``KVCRBindings.framework_control``, around KVCR's own; see above."""
 
-    Args:
-        listening: KVCR's channel.
-        envelope: Seals outgoing messages and authenticates incoming ones.
-    """
-
-    def __init__(
-        self,
-        listening: Any,
-        envelope: Envelope,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, listening: Any, envelope: Envelope) -> None:
         self._listening = listening
         self._envelope = envelope
         self._connections = Connections(self._closed)
-        self._clock = clock
+        self.is_lost = self._connections.is_lost
         self.heard_at = float("-inf")
         """When a message last arrived. May be read on any thread."""
-        self._forget: Callable[[str], None] = lambda endpoint: None
+        self.forget: Callable[[str], None] = lambda endpoint: None
+        """Called with each endpoint whose connection is closed; the owner's to set."""
         self._answers: list[bytes] = []
         self._incompatible: OrderedDict[str, float] = OrderedDict()
-        self._logged_versions: set[Versions] = set()
+        self._logged: set[Versions] = set()
         self._unauthentic = 0
         self._unauthentic_logged_at = float("-inf")
 
     def __getattr__(self, name: str) -> Any:
-        # The endpoint, and everything that the KVCR service needs to share the
-        # listener.
+        # The endpoint, and what the KVCR service needs to share the listener.
         return getattr(self._listening, name)
-
-    def when_closed(self, forget: Callable[[str], None]) -> None:
-        """Have ``forget`` called with each endpoint whose connection is closed."""
-        self._forget = forget
 
     def is_incompatible(self, endpoint: str) -> bool:
         """Whether a peer has said recently that it runs different releases."""
         until = self._incompatible.get(endpoint)
-        return until is not None and self._clock() < until
-
-    def is_lost(self, endpoint: str) -> bool:
-        """Whether a peer that blocks were requested from has closed the connection."""
-        return self._connections.is_lost(endpoint)
-
-    # --- what KVCR calls -------------------------------------------------------------
+        return until is not None and time.monotonic() < until
 
     def send(self, endpoint: str, message: bytes) -> bool:
         read = greeting.read(message)
         if read is None:
             return False
-        if read.type == _PROBE and self._withdraw(endpoint, read.op_handle):
+        probed = read.op_handle if read.type == _PROBE else None
+        if probed is not None and self._connections.withdraw(endpoint, probed):
+            # Its request never left, so it is settled without the peer.
+            self._answers.append(_refusal(endpoint, probed))
             return True
         if read.type in (_INTRODUCTION, _PULL) and self.is_incompatible(endpoint):
             return False
@@ -110,10 +92,9 @@ class PeerChannel:
         self._connections.flush()
         messages = [m for m in self._listening.recv() if self._may_be_seen(m)]
         if messages:
-            self.heard_at = self._clock()
-        if self._answers:
-            messages += self._answers
-            self._answers = []
+            self.heard_at = time.monotonic()
+        messages += self._answers
+        self._answers.clear()
         return messages
 
     def close(self) -> None:
@@ -121,8 +102,6 @@ class PeerChannel:
             self._connections.close()
         finally:
             self._listening.close()
-
-    # --- inside ----------------------------------------------------------------------
 
     def _may_be_seen(self, message: bytes) -> bool:
         read = greeting.read(message)
@@ -142,9 +121,8 @@ class PeerChannel:
 
     def _of_other_releases(self, read: Message, theirs: Versions) -> bool:
         sender = read.sender_control_endpoint or ""
-        logged = self._logged_versions
-        if theirs not in logged and len(logged) < _MAX_LOGGED:
-            logged.add(theirs)
+        if theirs not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(theirs)
             logger.warning(
                 "kvcr tier: the peer at %.80s runs %.80s, but this engine runs %s. "
                 "They exchange no blocks until both run the same; hints that name "
@@ -155,41 +133,27 @@ class PeerChannel:
             )
         if read.type == _REFUSAL:
             if sender in self._connections:
-                self._mark(sender)
+                self._incompatible[sender] = time.monotonic() + INCOMPATIBLE_S
+                self._incompatible.move_to_end(sender)
+                if len(self._incompatible) > _MAX_INCOMPATIBLE:
+                    self._incompatible.popitem(last=False)
             # KVCR may see a refusal: it ends the refused pull and names no memory.
             return True
         if sender and read.source_control_endpoint:
-            self._refuse(sender, read)
+            # Say that nothing was, or will be, written. A probe is not answered: it is
+            # about a write of an earlier engine at this endpoint.
+            write = read.op_handle if read.type == _PULL else None
+            refusal = _refusal(read.source_control_endpoint, write)
+            self._connections.send(sender, self._envelope.seal(refusal))
         return False
-
-    def _refuse(self, sender: str, read: Message) -> None:
-        """Tell the sender that nothing was, or will be, written for its message."""
-        # A probe is not answered: it is about a write of an earlier engine at this
-        # endpoint.
-        write = read.op_handle if read.type == _PULL else None
-        refusal = _refusal(str(read.source_control_endpoint), write)
-        self._connections.send(sender, self._envelope.seal(refusal))
-
-    def _mark(self, endpoint: str) -> None:
-        self._incompatible[endpoint] = self._clock() + INCOMPATIBLE_S
-        self._incompatible.move_to_end(endpoint)
-        if len(self._incompatible) > _MAX_INCOMPATIBLE:
-            self._incompatible.popitem(last=False)
-
-    def _withdraw(self, endpoint: str, write: int | None) -> bool:
-        """Settle a write whose request never left, instead of probing for its end."""
-        if write is None or not self._connections.withdraw(endpoint, write):
-            return False
-        self._answers.append(_refusal(endpoint, write))
-        return True
 
     def _closed(self, endpoint: str, writes: list[int]) -> None:
         self._answers += [_refusal(endpoint, write) for write in writes]
-        self._forget(endpoint)
+        self.forget(endpoint)
 
     def _count_unauthentic(self, read: Message) -> None:
         self._unauthentic += 1
-        now = self._clock()
+        now = time.monotonic()
         if now - self._unauthentic_logged_at < _LOG_INTERVAL_S:
             return
         self._unauthentic_logged_at = now
@@ -204,10 +168,7 @@ class PeerChannel:
 
 
 def guard_channel(channel: Any, secret: bytes | None) -> Any:
-    """Wrap ``channel`` in a ``PeerChannel``.
-
-    A stand-in that can neither send nor receive is returned as it is.
-    """
+    """Wrap ``channel``, unless it is a stand-in that can neither send nor receive."""
     if not (hasattr(channel, "send") and hasattr(channel, "recv")):
         return channel
     found = installed()

@@ -8,6 +8,7 @@ form, so that they count as one endpoint. Nothing here asks a name server.
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 
@@ -16,10 +17,11 @@ _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.A)
 # Matches everything that inet_aton() accepts as part of an address.
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.A)
 _MAX_NAME = 253
+_ALL = IPv4Address("255.255.255.255")
 
 
-class EndpointError(ValueError):
-    """An endpoint that cannot be dialled; ``reason`` is a metric's label."""
+class Unusable(ValueError):
+    """An endpoint, or a hint, of no use; ``reason`` is a metric's label."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -28,35 +30,27 @@ class EndpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    host: str
-    """An IPv4 address, or a name in lower case without a trailing dot."""
+    host: str  # an IPv4 address, or a name in lower case without a trailing dot
     port: int
-    address: IPv4Address | None
-    """The host, if it is an address."""
+    address: IPv4Address | None  # the host, if it is an address
 
     def __str__(self) -> str:
         return f"tcp://{self.host}:{self.port}"
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Parse ``tcp://host:port``.
-
-    Raises:
-        EndpointError: it is not an endpoint, or nobody can listen there.
-    """
+    """Parse ``tcp://host:port``; raise ``Unusable`` if nobody can listen there."""
     match = _ENDPOINT.fullmatch(text)
     if match is None or not 0 < int(match[2]) < 1 << 16:
-        raise EndpointError("bad_endpoint", f"{text[:80]!r} is not tcp://host:port")
+        raise Unusable("bad_endpoint", f"{text[:80]!r} is not tcp://host:port")
     written, port = match[1], int(match[2])
     if written.startswith("["):
-        raise EndpointError(
-            "ipv6", f"{text[:80]!r} is an IPv6 endpoint, but KVCR listens on IPv4 only"
-        )
+        detail = f"{text[:80]!r} is an IPv6 endpoint, but KVCR listens on IPv4 only"
+        raise Unusable("ipv6", detail)
     host = _host(written)
     if host is None:
-        raise EndpointError(
-            "bad_endpoint", f"{written[:80]!r} is neither a host name nor an address"
-        )
+        detail = f"{written[:80]!r} is neither a host name nor an address"
+        raise Unusable("bad_endpoint", detail)
     return Endpoint(str(host), port, host if isinstance(host, IPv4Address) else None)
 
 
@@ -65,31 +59,24 @@ def _host(written: str) -> str | IPv4Address | None:
     name = written.lower().removesuffix(".")
     labels = name.split(".")
     if _NUMBER.fullmatch(labels[-1]):
-        try:
+        with suppress(ValueError):
             address = IPv4Address(name)
-        except ValueError:
-            return None
-        usable = not (address.is_unspecified or address.is_multicast)
-        return address if usable and int(address) != 0xFFFFFFFF else None
-    if len(name) > _MAX_NAME or not all(map(_LABEL.fullmatch, labels)):
+            if not (address.is_unspecified or address.is_multicast or address == _ALL):
+                return address
         return None
-    return name
+    fits = len(name) <= _MAX_NAME and all(map(_LABEL.fullmatch, labels))
+    return name if fits else None
 
 
 def peer_pattern(value: str) -> str:
-    """The canonical form of an entry of ``allowed_peers``.
-
-    Raises:
-        ValueError: it is not a host name, an IPv4 address or an IPv4 network.
-    """
+    """The canonical form of an entry of ``allowed_peers``; ``ValueError`` if bad."""
     text = value.strip()
     if "/" in text:
         try:
             return str(IPv4Network(text))
         except ValueError as error:
-            raise ValueError(
-                f"is not an IPv4 network such as 10.0.0.0/8: {error}"
-            ) from error
+            detail = f"is not an IPv4 network such as 10.0.0.0/8: {error}"
+            raise ValueError(detail) from error
     host = _host(text)
     if host is None:
         raise ValueError(
@@ -100,25 +87,15 @@ def peer_pattern(value: str) -> str:
 
 
 class AllowedPeers:
-    """The hosts from which blocks may be pulled.
-
-    Args:
-        patterns: As returned by ``peer_pattern``; ``None`` allows every host.
-    """
+    """The hosts to pull from, as ``peer_pattern`` returned them; ``None`` for all."""
 
     def __init__(self, patterns: Iterable[str] | None) -> None:
         self._any = patterns is None
-        self._networks: list[IPv4Network] = []
-        self._names: set[str] = set()
-        for pattern in patterns or ():
-            try:
-                self._networks.append(IPv4Network(pattern))
-            except ValueError:
-                self._names.add(pattern)
+        self._hosts = frozenset(patterns or ())
+        self._networks = [IPv4Network(each) for each in self._hosts if "/" in each]
 
     def admit(self, endpoint: Endpoint) -> bool:
-        if self._any:
+        if self._any or endpoint.host in self._hosts:
             return True
-        if endpoint.address is None:
-            return endpoint.host in self._names
-        return any(endpoint.address in network for network in self._networks)
+        address = endpoint.address
+        return address is not None and any(address in each for each in self._networks)

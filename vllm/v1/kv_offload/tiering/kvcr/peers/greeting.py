@@ -11,16 +11,18 @@ KVCR service ignore both fields and send neither.
 import hmac
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from msgspec.structs import astuple
 
-_FIELD = "vllm_kvcr"
 _DIGEST = "sha256"
-_DIGEST_BYTES = 32
 _encode = msgspec.msgpack.encode
+_MAC = "vllm_kvcr_mac"
+_NO_MAC = bytes(32)
 # The last field is its name, MessagePack's header for 32 bytes, and the 32 bytes.
-_MAC_FIELD = _encode(f"{_FIELD}_mac") + b"\xc4\x20"
-_SEALED_BYTES = len(_MAC_FIELD) + _DIGEST_BYTES
+_MAC_FIELD = _encode(_MAC) + b"\xc4\x20"
+_SEALED_BYTES = len(_MAC_FIELD) + len(_NO_MAC)
 LEAST_SECRET_BYTES = 16
 
 
@@ -36,10 +38,8 @@ class Versions(msgspec.Struct, frozen=True):
         Neither KVCR's messages nor NIXL's metadata are compatible between releases, and
         a write from another release has crashed the receiver.
         """
-        return all(
-            ours == theirs or not ours or not theirs
-            for ours, theirs in ((self.kvcr, other.kvcr), (self.nixl, other.nixl))
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return all(not ours or not theirs or ours == theirs for ours, theirs in pairs)
 
     def __str__(self) -> str:
         return f"kvcr {self.kvcr or '?'} with nixl {self.nixl or '?'}"
@@ -55,7 +55,9 @@ class Message(msgspec.Struct):
     vllm_kvcr: Versions | None = None
 
 
-_DECODER = msgspec.msgpack.Decoder(Message)
+_MESSAGE = msgspec.msgpack.Decoder(Message)
+# Values are copied as they are.
+_FIELDS = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 
 
 def read(message: bytes) -> Message | None:
@@ -64,7 +66,7 @@ def read(message: bytes) -> Message | None:
     For example, decoding a message that is nested too deeply would end KVCR's thread.
     """
     try:
-        return _DECODER.decode(message)
+        return _MESSAGE.decode(message)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
 
@@ -78,11 +80,10 @@ class Envelope:
 
     def seal(self, message: bytes) -> bytes:
         """Add the fields described above to ``message``, a map of KVCR."""
-        count, start = _map_header(message)
-        body = message[start:] + _encode(_FIELD) + _encode(self.versions)
+        fields: dict[str, Any] = {**_FIELDS.decode(message), "vllm_kvcr": self.versions}
         if self.secret is None:
-            return _new_header(count + 1) + body
-        body = _new_header(count + 2) + body
+            return _encode(fields)
+        body = _encode(fields | {_MAC: _NO_MAC})[:-_SEALED_BYTES]
         return body + _MAC_FIELD + hmac.digest(self.secret, body, _DIGEST)
 
     def is_authentic(self, message: bytes) -> bool:
@@ -90,18 +91,12 @@ class Envelope:
         if self.secret is None:
             return True
         body = message[:-_SEALED_BYTES]
-        if message[len(body) : -_DIGEST_BYTES] != _MAC_FIELD:
-            return False
-        expected = hmac.digest(self.secret, body, _DIGEST)
-        return hmac.compare_digest(message[-_DIGEST_BYTES:], expected)
+        expected = _MAC_FIELD + hmac.digest(self.secret, body, _DIGEST)
+        return hmac.compare_digest(message[len(body) :], expected)
 
 
 def read_secret(file: Path) -> bytes:
-    """Read the shared secret, without the white space around it.
-
-    Raises:
-        ValueError: the file cannot be read, or the secret is too short.
-    """
+    """Read the shared secret; raise ``ValueError`` if it is too short, or not there."""
     try:
         secret = file.read_bytes().strip()
     except OSError as error:
@@ -112,16 +107,3 @@ def read_secret(file: Path) -> bytes:
             "make a secret with: openssl rand -hex 32"
         )
     return secret
-
-
-def _map_header(message: bytes) -> tuple[int, int]:
-    """How many fields a map has, and where the first begins."""
-    if message[:1] == b"\xde":
-        return int.from_bytes(message[1:3], "big"), 3
-    if not message or message[0] & 0xF0 != 0x80:
-        raise ValueError("not a MessagePack map")
-    return message[0] & 0x0F, 1
-
-
-def _new_header(count: int) -> bytes:
-    return bytes([0x80 | count]) if count < 16 else b"\xde" + count.to_bytes(2, "big")

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import UNREADABLE_HINT
 from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import (
     AllowedPeers,
-    EndpointError,
+    Unusable,
     parse_endpoint,
 )
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import Liveness
@@ -35,20 +35,11 @@ MAX_HINTED_PEERS = 64
 """Peers that the requests in progress may be hinted at in total. Must be less than the
 connections that an engine keeps, of which it is half."""
 
-_FETCH = "kv.fetch"
-
 
 @dataclass(slots=True)
 class _RequestHint:
     endpoint: str | None
-    pulled: set[bytes] = field(default_factory=set)
-    """The blocks that the request pulls; at most ``max_pull_blocks``."""
-
-
-class _Unusable(Exception):
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
+    pulled: set[bytes] = field(default_factory=set)  # at most ``max_pull_blocks``
 
 
 class Hints:
@@ -57,8 +48,6 @@ class Hints:
     Args:
         own_endpoints: This engine's control endpoints; ``None`` if it serves no peers.
         max_pull_blocks: The most blocks that one request may pull from a peer.
-        allowed: The peers from which blocks may be pulled.
-        is_incompatible: Whether a peer has said that it runs other releases.
     """
 
     def __init__(
@@ -86,15 +75,14 @@ class Hints:
     def accept(self, req_context: ReqContext) -> None:
         """Take a request's hint, which replaces an earlier one of the same request."""
         request_id = req_context.req_id
-        if request_id in self.requests:
-            self.finish(request_id)
+        self.finish(request_id)
         hints = shims.request_hints(req_context)
         if hints is None:
             return
         try:
             plain = _plain(hints)
             endpoint = self._usable_endpoint(plain)
-        except _Unusable as unusable:
+        except Unusable as unusable:
             self._losses.ignore_hint(unusable.reason, unusable)
             return
         try:
@@ -142,44 +130,36 @@ class Hints:
         return True
 
     def _usable_endpoint(self, hints: dict[str, Any]) -> str | None:
-        """Return the peer that a hint names, or raise ``_Unusable``.
+        """Return the peer that a hint names, or raise ``Unusable``.
 
         KVCR itself refuses hints that it does not understand. This only stops hints
         that KVCR would accept although they can do harm.
         """
         if self._own_endpoints is None:
-            raise _Unusable("no_peers", "control_ports is not set")
+            raise Unusable("no_peers", "control_ports is not set")
         payload = _fetch_payload(hints)
         hashes = payload.get("block_hashes")
         if isinstance(hashes, list) and len(hashes) > MAX_HASHES:
-            raise _Unusable("too_large", f"{len(hashes)} hashes, at most {MAX_HASHES}")
+            raise Unusable("too_large", f"{len(hashes)} hashes, at most {MAX_HASHES}")
         endpoint = payload.get("source_control_endpoint")
         if not isinstance(endpoint, str):
             return None
-        try:
-            parsed = parse_endpoint(endpoint)
-        except EndpointError as error:
-            raise _Unusable(error.reason, str(error)) from error
+        parsed = parse_endpoint(endpoint)
         # One spelling per peer, so that KVCR keeps one connection and one record of it.
         payload["source_control_endpoint"] = endpoint = str(parsed)
         if endpoint in self._own_endpoints:
-            raise _Unusable("own_endpoint", "the hint names this engine itself")
+            raise Unusable("own_endpoint", "the hint names this engine itself")
+        peer = endpoint[:80]
         if not self._allowed.admit(parsed):
-            raise _Unusable(
-                "not_allowed", f"{endpoint[:80]} is not among allowed_peers"
-            )
+            raise Unusable("not_allowed", f"{peer} is not among allowed_peers")
         if self._is_incompatible(endpoint):
-            raise _Unusable(
-                "incompatible_peer",
-                f"{endpoint[:80]} runs different releases of kvcr or nixl",
-            )
+            detail = f"{peer} runs different releases of kvcr or nixl"
+            raise Unusable("incompatible_peer", detail)
         if self._peers.is_down(endpoint):
-            raise _Unusable("peer_down", f"{endpoint[:80]} has not answered recently")
+            raise Unusable("peer_down", f"{peer} has not answered recently")
         if len(self._hinted_at) >= MAX_HINTED_PEERS and endpoint not in self._hinted_at:
-            raise _Unusable(
-                "too_many_peers",
-                f"the requests in progress already name {MAX_HINTED_PEERS} peers",
-            )
+            detail = f"the requests in progress already name {MAX_HINTED_PEERS} peers"
+            raise Unusable("too_many_peers", detail)
         return endpoint
 
 
@@ -193,40 +173,38 @@ def own_endpoints(
     endpoints = set()
     for host in hosts:
         # A wildcard address is not an endpoint, and no hint can name it either.
-        with suppress(EndpointError):
+        with suppress(Unusable):
             endpoints.add(str(parse_endpoint(f"tcp://{host}:{port}")))
     return frozenset(endpoints)
 
 
-def _fits(hints: object) -> bool:
-    """Whether a hint is small enough to be read on the engine's thread."""
+def _check_size(hints: object) -> None:
+    """Refuse a hint that is too large to be read on the engine's thread."""
     room = 2 * MAX_HASHES
     unread: list[Any] = [hints]
-    while unread and room >= 0:
+    while unread:
         value = unread.pop()
         if isinstance(value, msgspec.Struct):
-            value = {name: getattr(value, name) for name in value.__struct_fields__}
-        if isinstance(value, (str, bytes)):
+            value = msgspec.structs.asdict(value)
+        if isinstance(value, (str, bytes, dict, list, tuple)):
             room -= len(value)
-        elif isinstance(value, (dict, list, tuple)):
-            room -= len(value)
-            if room >= 0:
-                inside = value.values() if isinstance(value, dict) else value
-                unread.extend(each for each in inside if type(each) is not int)
-                if isinstance(value, dict):
-                    unread.extend(value)
-    return room >= 0
+        if room < 0:
+            detail = f"more than {2 * MAX_HASHES} values or characters"
+            raise Unusable("too_large", detail)
+        if isinstance(value, dict):
+            unread += (*value, *value.values())
+        elif isinstance(value, (list, tuple)):
+            unread += (each for each in value if type(each) is not int)
 
 
 def _plain(hints: object) -> dict[str, Any]:
-    if not _fits(hints):
-        raise _Unusable("too_large", f"more than {2 * MAX_HASHES} values or characters")
+    _check_size(hints)
     try:
         plain = msgspec.to_builtins(hints)
     except (TypeError, ValueError, RecursionError) as error:
-        raise _Unusable("malformed", f"it is not plain data: {error}") from error
+        raise Unusable("malformed", f"it is not plain data: {error}") from error
     if not isinstance(plain, dict):
-        raise _Unusable("malformed", f"it is a {type(plain).__name__}, not a mapping")
+        raise Unusable("malformed", f"it is a {type(plain).__name__}, not a mapping")
     return plain
 
 
@@ -234,7 +212,7 @@ def _fetch_payload(hints: dict[str, Any]) -> dict[str, Any]:
     """The payload of the first action that KVCR would act on, if there is one."""
     actions = hints.get("actions")
     for action in actions if isinstance(actions, list) else ():
-        if isinstance(action, dict) and action.get("action_type") == _FETCH:
+        if isinstance(action, dict) and action.get("action_type") == "kv.fetch":
             payload = action.get("payload")
             return payload if isinstance(payload, dict) else {}
     return {}

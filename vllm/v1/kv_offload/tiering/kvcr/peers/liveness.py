@@ -38,10 +38,8 @@ _MAX_SOURCES = 1024
 
 class Standing(Enum):
     USABLE = auto()
-    UNKNOWN = auto()
-    """It was not introduced yet, or not conclusively."""
-    COOLING = auto()
-    """It was silent and is left alone for a while."""
+    UNKNOWN = auto()  # not introduced yet, or not conclusively
+    COOLING = auto()  # was silent and is left alone for a while
 
 
 @dataclass(slots=True)
@@ -49,10 +47,9 @@ class _Source:
     proven: bool = False
     introducing: bool = False
     silences: int = 0
-    silent_since: float = 0.0
     inconclusive: int = 0
     left_alone_until: float = 0.0
-    heard_at: float = 0.0
+    judged_at: float = 0.0  # when it was last heard, or found to be silent
 
 
 class Liveness:
@@ -65,7 +62,7 @@ class Liveness:
 
     def standing(self, name: str) -> Standing:
         """Whether a source may be asked for blocks. Changes nothing."""
-        source = self._known(name)
+        source = self._files if name is FILES else self._sources.get(name)
         if source is None:
             return Standing.UNKNOWN
         if source.silences and self._clock() < source.left_alone_until:
@@ -74,10 +71,8 @@ class Liveness:
 
     def count(self) -> dict[str, int]:
         """How many peers there are of each standing."""
-        counts = {standing.name.lower(): 0 for standing in Standing}
-        for name in self._sources:
-            counts[self.standing(name).name.lower()] += 1
-        return counts
+        standings = [self.standing(name) for name in self._sources]
+        return {each.name.lower(): standings.count(each) for each in Standing}
 
     def is_down(self, name: str) -> bool:
         return self.standing(name) is Standing.COOLING
@@ -85,11 +80,8 @@ class Liveness:
     def begin_introduction(self, name: str) -> bool:
         """Reserve the introduction of a source, if one is due."""
         source = self._source(name)
-        if (
-            source.proven
-            or source.introducing
-            or self._clock() < source.left_alone_until
-        ):
+        begun = source.proven or source.introducing
+        if begun or self._clock() < source.left_alone_until:
             return False
         source.introducing = True
         return True
@@ -101,13 +93,10 @@ class Liveness:
         source.introducing = False
         source.silences = source.inconclusive = 0
         source.left_alone_until = 0.0
-        source.heard_at = self._clock()
+        source.judged_at = self._clock()
 
     def heard_late(self, name: str) -> None:
-        """Note that a block arrived too late: the source is alive, but slow.
-
-        It is used again after its pause, without another introduction.
-        """
+        """Note that a block arrived too late: the source is alive, but slow."""
         source = self._source(name)
         source.proven = True
         source.introducing = False
@@ -127,27 +116,21 @@ class Liveness:
         """
         source = self._source(name)
         source.introducing = False
-        if asked_at < source.heard_at or (
-            source.silences and asked_at < source.silent_since
-        ):
+        if asked_at < source.judged_at:
             return
         source.proven = False
         cooldown = FIRST_COOLDOWN_S * 2.0 ** min(source.silences, 16)
         source.silences += 1
-        source.silent_since = self._clock()
-        source.left_alone_until = source.silent_since + min(
-            cooldown, LONGEST_COOLDOWN_S
-        )
-
-    def _known(self, name: str) -> _Source | None:
-        return self._files if name is FILES else self._sources.get(name)
+        source.judged_at = now = self._clock()
+        source.left_alone_until = now + min(cooldown, LONGEST_COOLDOWN_S)
 
     def _source(self, name: str) -> _Source:
-        source = self._known(name)
+        if name is FILES:
+            return self._files
+        source = self._sources.get(name)
         if source is None:
-            while len(self._sources) >= _MAX_SOURCES:
-                self._sources.popitem(last=False)
             source = self._sources[name] = _Source()
-        elif name is not FILES:
-            self._sources.move_to_end(name)
+        self._sources.move_to_end(name)
+        if len(self._sources) > _MAX_SOURCES:
+            self._sources.popitem(last=False)
         return source

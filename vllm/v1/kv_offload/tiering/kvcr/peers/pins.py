@@ -15,35 +15,28 @@ tier, its request waits until KVCR gives up.
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from typing import NamedTuple
 
 from kvcr.types import BlockKey, PinHandle, PinRequestId, PinResult
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
-from vllm.v1.kv_offload.tiering.base import (
-    JobId,
-    JobResult,
-    ParentManager,
-    TransferJob,
-)
+from vllm.v1.kv_offload.tiering.base import JobId, JobResult, ParentManager, TransferJob
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
 from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses, Lost
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 
 MAX_KEYS_PER_SERVE = 2048
-"""Bounds the time that an engine step spends on peers; other requests wait for the next
-step."""
+"""Bounds an engine step's time for peers; other requests wait for the next step."""
 MAX_RETRIES_PER_SERVE = 16
-"""Requests that wait for a block and are tried again in one step; others wait for later
-steps."""
+"""Requests waiting for a block that are tried again in one step; others wait on."""
 
-_Requests = OrderedDict[PinRequestId, tuple[BlockKey, ...]]
+_Keys = tuple[BlockKey, ...]
+_Requests = OrderedDict[PinRequestId, _Keys]
 
 
-@dataclass(slots=True)
-class _Pin:
+class _Pin(NamedTuple):
     job_id: JobId
     keys: frozenset[BlockKey]
     since: float
@@ -53,10 +46,10 @@ class Pins:
     """The pins that are requested, answered and held. Driven by one thread.
 
     Args:
-        block_refs: Describes a chunk of the primary tier to KVCR. explain_foreign: Says
-        in which fields a key of another namespace differs. uncounted: Whether results
-        have a size of zero bytes, so that vLLM's backpressure
-            does not mistake a pin that a peer holds for a slow store.
+        block_refs: Describes a chunk of the primary tier to KVCR.
+        explain_foreign: Says in which fields a key of another namespace differs.
+        uncounted: Whether results have a size of zero bytes, so that vLLM's
+            backpressure does not mistake a pin that a peer holds for a slow store.
     """
 
     def __init__(
@@ -77,9 +70,9 @@ class Pins:
         self._quarantine = quarantine
         self._explain_foreign = explain_foreign
         self._request_prefix = request_prefix
-        self._uncounted = uncounted
+        self._result_bytes = 0 if uncounted else None
         self._clock = clock
-        self._next_id = 0
+        self._ids = map(PinRequestId, count(1))
         self._asked: _Requests = OrderedDict()
         self._waiting: _Requests = OrderedDict()
         self._answers: list[tuple[PinRequestId, PinResult]] = []
@@ -95,9 +88,8 @@ class Pins:
 
     def oldest_age(self) -> float:
         """Seconds that the oldest of them is held."""
-        for pin in self._held.values():
-            return self._clock() - pin.since
-        return 0.0
+        oldest = next(iter(self._held.values()), None)
+        return 0.0 if oldest is None else self._clock() - oldest.since
 
     @property
     def has_results(self) -> bool:
@@ -113,8 +105,7 @@ class Pins:
     # KVCR's callbacks.
 
     def request_pin(self, keys: Collection[BlockKey]) -> PinRequestId:
-        self._next_id += 1
-        request_id = PinRequestId(self._next_id)
+        request_id = next(self._ids)
         self._asked[request_id] = tuple(keys)
         return request_id
 
@@ -137,8 +128,6 @@ class Pins:
             return False
         self._let_go(handle, success=True)
         return True
-
-    # The tier's side.
 
     @property
     def only_refused(self) -> bool:
@@ -166,19 +155,15 @@ class Pins:
         """
         budget = MAX_KEYS_PER_SERVE
         again = min(len(self._waiting), MAX_RETRIES_PER_SERVE)
-        while self._asked and budget > 0:
-            request_id, keys = self._asked.popitem(last=False)
+        while (self._asked or again) and budget > 0:
+            if self._asked:
+                request_id, keys = self._asked.popitem(last=False)
+            else:
+                request_id, keys = self._waiting.popitem(last=False)
+                again -= 1
             budget -= len(keys)
             if not self._answer(parent, request_id, keys):
                 self._waiting[request_id] = keys
-        while again and budget > 0:
-            again -= 1
-            request_id, keys = next(iter(self._waiting.items()))
-            budget -= len(keys)
-            if self._answer(parent, request_id, keys):
-                del self._waiting[request_id]
-            else:
-                self._waiting.move_to_end(request_id)
         return bool(self._answers)
 
     def abandon(self) -> None:
@@ -188,23 +173,16 @@ class Pins:
         self._answers.clear()
 
     def native_stopped(self) -> None:
-        """Release every pin: native code has let go of all buffers.
-
-        The quarantine has to be told first.
-        """
+        """Release every pin: native code has let go. Tell the quarantine first."""
         for handle in list(self._held):
             self.release_pin(handle)
 
     def _answer(
-        self,
-        parent: ParentManager,
-        request_id: PinRequestId,
-        keys: tuple[BlockKey, ...],
+        self, parent: ParentManager, request_id: PinRequestId, keys: _Keys
     ) -> bool:
         """Pin the blocks that are there; false if it has to wait for one on its way."""
         context = ReqContext(req_id=f"{self._request_prefix}{request_id}")
         job: TransferJob | None = None
-        present: dict[BlockKey, OffloadKey] | None = None
         answer: PinResult = None
         try:
             try:
@@ -214,35 +192,34 @@ class Pins:
                     return False
                 if present:
                     job = parent.create_store_job(list(present.values()), context)
-                    answer = self._describe(job, keys, present)
+                    chunks = dict(zip(present, job.chunk_ids.tolist(), strict=True))
+                    refs = {k: self._block_refs(i) for k, i in chunks.items()}
             finally:
                 parent.on_request_finished(context)
         except Exception as error:
             self._losses.add(Lost.PIN_FAILED, len(keys), repr(error))
             if job is not None:
                 self._end(job.job_id, success=False)
-            answer = None
-        if answer is not None and job is not None:
-            pinned = frozenset(present or ())
-            self._held[answer[0]] = _Pin(job.job_id, pinned, self._clock())
+        else:
+            if job is not None:
+                handle = f"kvcr-job-{job.job_id}"
+                answer = handle, {key: refs.get(key) for key in keys}
+                self._held[handle] = _Pin(job.job_id, frozenset(refs), self._clock())
         self._answers.append((request_id, answer))
         return True
 
     def _look_up(
-        self,
-        parent: ParentManager,
-        keys: tuple[BlockKey, ...],
-        context: ReqContext,
+        self, parent: ParentManager, keys: _Keys, context: ReqContext
     ) -> dict[BlockKey, OffloadKey] | None:
         """The keys that are there; ``None`` while one of them is on its way."""
         present: dict[BlockKey, OffloadKey] = {}
-        foreign = 0
+        foreign: list[BlockKey] = []
         missing = 0
         on_its_way = False
         for key in keys:
             offload_key = self._codec.offload_key(key)
             if offload_key is None:
-                foreign += 1
+                foreign.append(key)
                 continue
             result = parent.lookup(offload_key, context)
             if result is LookupResult.HIT:
@@ -254,32 +231,17 @@ class Pins:
         if on_its_way:
             return None
         if foreign:
-            self._losses.add(Lost.FOREIGN, foreign, self._differs(keys))
+            differs = f"differs in {self._explain_foreign(foreign[0])}"
+            self._losses.add(Lost.FOREIGN, len(foreign), differs)
         if missing:
             self._losses.add(Lost.NOT_PINNED, missing)
         return present
-
-    def _differs(self, keys: tuple[BlockKey, ...]) -> str:
-        key = next(key for key in keys if self._codec.offload_key(key) is None)
-        return f"differs in {self._explain_foreign(key)}"
-
-    def _describe(
-        self,
-        job: TransferJob,
-        keys: tuple[BlockKey, ...],
-        present: dict[BlockKey, OffloadKey],
-    ) -> PinResult:
-        chunks = dict(zip(present, job.chunk_ids.tolist(), strict=True))
-        refs: dict[BlockKey, Any] = {
-            key: self._block_refs(chunks[key]) if key in chunks else None
-            for key in keys
-        }
-        return f"kvcr-job-{job.job_id}", refs
 
     def _let_go(self, handle: PinHandle, *, success: bool) -> None:
         self._refused.discard(handle)
         self._end(self._held.pop(handle).job_id, success=success)
 
     def _end(self, job_id: JobId, *, success: bool) -> None:
-        size = 0 if self._uncounted else None
-        self._results.append(shims.job_result(job_id, success, transfer_bytes=size))
+        self._results.append(
+            shims.job_result(job_id, success, transfer_bytes=self._result_bytes)
+        )

@@ -11,6 +11,8 @@ import queue
 import socket
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import suppress
 
 _THREADS = 4
 _MOST_WAITING = 64
@@ -24,12 +26,9 @@ class Resolver:
         self._questions: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
         self._asked: set[str] = set()
-        self._known: OrderedDict[str, str] = OrderedDict()
         self._threads = 0
-
-    def known(self, host: str) -> str | None:
-        """The address that a host had when it was last resolved."""
-        return self._known.get(host)
+        self.known: OrderedDict[str, str] = OrderedDict()
+        """The addresses that hosts had when they were last resolved."""
 
     def ask(self, host: str) -> bool:
         """Have a name resolved; false if too many names wait already."""
@@ -43,46 +42,33 @@ class Resolver:
             self._threads += 1
             # A daemon thread, because a lookup that hangs cannot be ended.
             threading.Thread(
-                target=_work,
-                args=(self._questions, self._answers),
-                name="kvcr-tier-names",
-                daemon=True,
+                target=self._work, name="kvcr-tier-names", daemon=True
             ).start()
         return True
 
-    def take(self) -> list[tuple[str, str | None]]:
+    def take(self) -> Iterator[tuple[str, str | None]]:
         """Return new answers: names with their addresses, or with ``None``."""
-        if not self._asked:
-            return []
-        taken = []
-        while not self._answers.empty():
+        while self._asked and not self._answers.empty():
             host, address = self._answers.get()
             self._asked.discard(host)
             if address is not None:
-                self._known[host] = address
-                self._known.move_to_end(host)
-                if len(self._known) > _MOST_KNOWN:
-                    self._known.popitem(last=False)
-            taken.append((host, address))
-        return taken
+                self.known[host] = address
+                self.known.move_to_end(host)
+                if len(self.known) > _MOST_KNOWN:
+                    self.known.popitem(last=False)
+            yield host, address
 
     def close(self) -> None:
         """Make the threads end as soon as they can."""
         for _ in range(self._threads):
             self._questions.put("")
 
-
-def _work(
-    questions: "queue.SimpleQueue[str]",
-    answers: "queue.SimpleQueue[tuple[str, str | None]]",
-) -> None:
-    while host := questions.get():
-        answers.put((host, _resolve(host)))
-
-
-def _resolve(host: str) -> str | None:
-    try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return None
-    return str(found[0][4][0])
+    def _work(self) -> None:
+        while host := self._questions.get():
+            address = None
+            with suppress(OSError, UnicodeError):
+                found = socket.getaddrinfo(
+                    host, None, socket.AF_INET, socket.SOCK_STREAM
+                )
+                address = str(found[0][4][0])
+            self._answers.put((host, address))
