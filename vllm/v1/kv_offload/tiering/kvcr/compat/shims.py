@@ -178,7 +178,7 @@ def peer_forgetter(kvcr_instance: Any) -> Callable[[str], None]:
     """Make a function that drops everything that KVCR remembers of a control endpoint.
 
     The function has to be called on KVCR's progress thread. Without it KVCR would
-    remember the endpoint for good: it has no public way to forget. Can go once it has.
+    remember the endpoint for good. Can go once KVCR has a public way to forget.
     """
     core = getattr(kvcr_instance, "_core", None)
     backend: Any = getattr(core, "_remote_fw_dram", None)

@@ -102,7 +102,7 @@ class Connections:
         return endpoint in self._connections
 
     def is_lost(self, endpoint: str) -> bool:
-        """Whether a peer that was pulled from closed the connection, as by dying."""
+        """Whether a peer that was pulled from has closed the connection, or died."""
         connection = self._connections.get(endpoint)
         return connection is not None and connection.lost
 

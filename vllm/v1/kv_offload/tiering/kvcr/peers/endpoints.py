@@ -91,11 +91,11 @@ class AllowedPeers:
 
     def __init__(self, patterns: Iterable[str] | None) -> None:
         self._any = patterns is None
-        self._hosts = frozenset(patterns or ())
-        self._networks = [IPv4Network(each) for each in self._hosts if "/" in each]
+        self._patterns = frozenset(patterns or ())
+        self._networks = [IPv4Network(each) for each in self._patterns if "/" in each]
 
     def admit(self, endpoint: Endpoint) -> bool:
-        if self._any or endpoint.host in self._hosts:
+        if self._any or endpoint.host in self._patterns:
             return True
         address = endpoint.address
         return address is not None and any(address in each for each in self._networks)
