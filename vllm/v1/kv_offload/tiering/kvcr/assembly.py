@@ -9,12 +9,7 @@ import numpy as np
 
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import Locality
-from vllm.v1.kv_offload.tiering.kvcr.backend import preflight, setup
-from vllm.v1.kv_offload.tiering.kvcr.backend.policy import (
-    choose_policy,
-    follows_order,
-    observe,
-)
+from vllm.v1.kv_offload.tiering.kvcr.backend import policy, preflight, setup
 from vllm.v1.kv_offload.tiering.kvcr.backend.start import Backend, Natives
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.config import parse_options
@@ -112,31 +107,34 @@ class Assembly:
         self.report = Report(self.traffic, self.losses, gauges, primary.row_bytes)
         self.idle_reports = IdleReports(self.report, telemetry)
         guard = setup.guard_config(config, local_rank, namespace)
-        policy = choose_policy(config.policy, has_files=config.g3 is not None)
+        has_files = config.g3 is not None
+        kv_policy = policy.choose_policy(config.policy, has_files=has_files)
         self.backoff = Backoff(len(self.prefix))
         publishes = config.owns_inventory and events.enable_kv_cache_events
         sinks: list[Sink] = [self.inventory.report] if publishes else []
         self.disk: DiskWatch | None = None
         residency: Residency | None = None
         if config.g3 is not None:
-            self.disk = DiskWatch(self.health, self.losses, config.g3.paths)
-            sinks += [self.disk.report, self.backoff.report, self.traffic.report]
+            self.disk = disk = DiskWatch(self.health, self.losses, config.g3.paths)
+            sinks += [disk.report, self.backoff.report, self.traffic.report]
+            assert kv_policy is not None
+            policy.observe(
+                kv_policy,
+                "decide_recovery",
+                lambda _, lost: disk.placement_failed(lost),
+            )
             if config.verify_blocks:
                 residency = Residency()
                 sinks.append(residency.report)
-            assert policy is not None
-            ingested = None if residency is None else residency.ingested
-            observe(policy, ingested, self.disk.placement_failed)
+                policy.observe(kv_policy, "on_ingest", residency.ingested)
         config, made_files = preflight.check(
             natives.kvcr, config, options, primary, port, events.enable_kv_cache_events
         )
         self.config = config
-        self.backend = Backend.start(
+        self.backend = Backend(
             natives,
             config,
             primary,
-            # Not the view, which vLLM releases, but the buffer behind it.
-            primary_buffer=view.obj,
             agent=agent,
             port=port,
             guard=guard,
@@ -149,7 +147,7 @@ class Assembly:
                 "key_adapter": codec,
                 "inventory_sink": sink_of(sinks),
                 "stats_factory": self.idle_reports.new_stats if telemetry else None,
-                "policy": policy,
+                "policy": kv_policy,
                 "on_resilience_event": self.quarantine.report,
             },
         )
@@ -163,7 +161,7 @@ class Assembly:
             own_endpoints=own_endpoints(
                 config.control_host, setup.advertise_host(config), port
             ),
-            max_pull_blocks=setup.max_pull_blocks(config, primary),
+            max_pull_blocks=config.max_pull_blocks or max(1, primary.rows // 2),
             allowed=AllowedPeers(config.allowed_peers),
             is_incompatible=self.backend.is_incompatible,
         )
@@ -202,7 +200,8 @@ class Assembly:
             traffic=self.traffic,
             sums=sums,
         )
-        align = getattr(self.kvcr, "align_sequence", None)
         self.recency: Recency | None = None
-        if align is not None and config.has_own_storage and follows_order(policy):
+        align = getattr(self.kvcr, "align_sequence", None)
+        ordered = config.has_own_storage and policy.follows_order(kv_policy)
+        if align is not None and ordered:
             self.recency = Recency(align, self.prefix, self.backend.slots)

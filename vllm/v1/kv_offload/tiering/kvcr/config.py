@@ -322,7 +322,7 @@ class TierConfig(_Options):
                 f"secondary_g2_bytes ({self.secondary_g2_bytes}) both set the pool's "
                 "size; give only one"
             )
-        # KVCR itself refuses files without a pool; see ``setup.files_refused``.
+        # KVCR itself refuses files without a pool; see ``start_messages.explain``.
         if not self.serves_peers and not self.has_own_storage and self.g3 is None:
             raise ValueError(
                 "the tier would have nothing to do: give secondary_g2_slots or "

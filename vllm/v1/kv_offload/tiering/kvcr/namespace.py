@@ -83,43 +83,30 @@ def _derived(spec: Any, row_bytes: int) -> Namespace:
     name = getattr(model, "name", None)
     if not isinstance(name, str):
         return Namespace()
-    cache = getattr(config, "cache", None)
     groups = [group.tokens_per_block for group in getattr(config, "groups", ())]
+    cache = _read(getattr(config, "cache", None), "tokens_per_hash", "blocks_per_chunk")
+    # Parallelism-agnostic bytes are the same in every layout; if they were not,
+    # block_bytes would still tell them apart.
+    sizes = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+    agnostic = getattr(config.parallel, "is_parallelism_agnostic", False) is True
+    layouts = ("canonical_layout", "kv_cache_layout", "replicated_layout")
     return _assemble(
         {
             "model": name,
-            "revision": str(getattr(model, "revision", None)),
-            "kv_dtype": str(getattr(model, "dtype", None)),
-            "groups": _join(
-                groups,
-                getattr(cache, "tokens_per_hash", None),
-                getattr(cache, "blocks_per_chunk", None),
-            ),
-            "parallel": _parallel(config.parallel),
-            "block_bytes": _join(
-                getattr(config, "worker_kv_bytes_per_block", None), row_bytes
-            ),
-            "layout": _join(
-                getattr(config, "canonical_layout", None),
-                getattr(config, "kv_cache_layout", None),
-                getattr(config, "replicated_layout", None),
-            ),
+            "revision": _read(model, "revision"),
+            "kv_dtype": _read(model, "dtype"),
+            "groups": f"{groups}/{cache}",
+            "parallel": "agnostic" if agnostic else _read(config.parallel, *sizes),
+            "block_bytes": f"{_read(config, 'worker_kv_bytes_per_block')}/{row_bytes}",
+            "layout": _read(config, *layouts),
             "hash": str(os.getenv("PYTHONHASHSEED")),
         }
     )
 
 
-def _parallel(parallel: Any) -> str:
-    # Parallelism-agnostic bytes are the same in every layout; if they were not,
-    # block_bytes would still tell them apart.
-    if getattr(parallel, "is_parallelism_agnostic", False) is True:
-        return "agnostic"
-    names = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
-    return _join(*(getattr(parallel, name, None) for name in names))
-
-
-def _join(*values: object) -> str:
-    return "/".join(str(value) for value in values)
+def _read(part: Any, *names: str) -> str:
+    """What a configuration, which may be partial, says of these."""
+    return "/".join(str(getattr(part, name, None)) for name in names)
 
 
 def _assemble(values: dict[str, str]) -> Namespace:

@@ -168,18 +168,16 @@ def _check_direct(path: Path) -> None:
 def _check_room(found: Mapping[Path, os.stat_result | None], size: int) -> None:
     """Check that each filesystem has room for the files that have to be extended."""
     together: dict[int, list[Path]] = {}
-    had: dict[int, int] = {}
     for path, status in found.items():
-        if status is not None and status.st_size == size:
-            continue
-        device = _target(path).parent.stat().st_dev
-        together.setdefault(device, []).append(path)
-        # A file of another size frees its blocks first.
-        blocks = 0 if status is None else status.st_blocks
-        had[device] = had.get(device, 0) + 512 * blocks
-    for device, paths in together.items():
+        if status is None or status.st_size != size:
+            device = _target(path).parent.stat().st_dev
+            together.setdefault(device, []).append(path)
+    for paths in together.values():
         room = os.statvfs(_target(paths[0]).parent)
-        free = room.f_bavail * room.f_frsize + had[device]
+        # A file of another size frees its blocks first.
+        statuses = [status for path in paths if (status := found[path])]
+        freed = sum(512 * status.st_blocks for status in statuses)
+        free = room.f_bavail * room.f_frsize + freed
         needed = size * len(paths)
         if needed > free:
             raise _refusal(
@@ -199,28 +197,22 @@ def _in_use(by: str) -> str:
 def _holder(descriptor: int) -> str:
     """The process that locked a file, as far as this container can see it."""
     found = os.fstat(descriptor)
-    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
-    wanted = f"{device}:{found.st_ino}"
+    major, minor = os.major(found.st_dev), os.minor(found.st_dev)
+    wanted = f"{major:02x}:{minor:02x}:{found.st_ino}"
     with suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()
             if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == wanted:
-                own = int(fields[4]) == os.getpid()
-                return (
-                    "another tier or path of this engine"
-                    if own
-                    else (f"another engine, process {fields[4]}")
-                )
+                if int(fields[4]) == os.getpid():
+                    return "another tier or path of this engine"
+                return f"another engine, process {fields[4]}"
     return "another engine"
 
 
 def _filesystem(path: Path) -> str:
     with suppress(Exception):
-        mounts = [
-            mount
-            for mount in psutil.disk_partitions(all=True)
-            if path.is_relative_to(mount.mountpoint)
-        ]
-        longest = max(mounts, key=lambda mount: len(mount.mountpoint))
-        return f"its filesystem, {longest.fstype},"
+        mounts = psutil.disk_partitions(all=True)
+        above = [mount for mount in mounts if path.is_relative_to(mount.mountpoint)]
+        nearest = max(above, key=lambda mount: len(mount.mountpoint))
+        return f"its filesystem, {nearest.fstype},"
     return "its filesystem"

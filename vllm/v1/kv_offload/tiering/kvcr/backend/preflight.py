@@ -12,7 +12,7 @@ import ipaddress
 import os
 import resource
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,19 +122,18 @@ def check_plugins(config: TierConfig, nixl: Nixl) -> TierConfig:
 
 
 def _check_plugin(option: str, name: str, kind: str, nixl: Nixl) -> None:
-    if nixl.names is None or nixl.memory(name) is None:
+    kinds, names = nixl.memory(name), nixl.names
+    if kinds is None or names is None or kind in kinds:
         return
-    if kind in (nixl.memory(name) or ()):
-        return
-    if name not in nixl.names:
+    if name not in names:
         reason = "this NIXL has no such plugin"
-    elif not nixl.memory(name):
+    elif not kinds:
         reason = (
             "this plugin cannot be loaded, because something that it needs is missing"
         )
     else:
         reason = "this plugin cannot be used for this"
-    usable = [each for each in nixl.names if kind in (nixl.memory(each) or ())]
+    usable = [each for each in names if kind in (nixl.memory(each) or ())]
     raise OptionError(
         f"kvcr tier: {option} = {name!r}: {reason}; usable here: "
         f"{', '.join(usable) or 'none'}"
@@ -148,40 +147,51 @@ def warnings(
     publishes: bool,
 ) -> list[str]:
     """List what does not prevent a start but may not work as intended."""
+    peers = _peer_warnings(config, options, publishes) if config.serves_peers else ()
+    uses_ucx = "UCX" in (config.local_dram_backend, config.remote_fw_dram_backend)
     found = [
-        *_peer_warnings(config),
-        _router_warning(config, options, publishes),
+        *peers,
         _locked_memory_warning(config, primary),
+        interfaces_warning() if uses_ucx else None,
     ]
-    if "UCX" in (config.local_dram_backend, config.remote_fw_dram_backend):
-        found.append(interfaces_warning())
     return [warning for warning in found if warning is not None]
 
 
-def _peer_warnings(config: TierConfig) -> list[str]:
-    if not config.serves_peers:
-        return []
-    found = []
+def _peer_warnings(
+    config: TierConfig, options: Mapping[str, Any], publishes: bool
+) -> Iterator[str]:
     if os.getenv("PYTHONHASHSEED") is None:
-        found.append(
+        yield (
             "peers are served but PYTHONHASHSEED is not set: with a non-cryptographic "
             "hash algorithm (xxhash) every engine hashes the same block differently, "
             "and peers' blocks are never found. Set it to the same value in all engines"
         )
     if os.getenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1").strip() == "0":
-        found.append(
+        yield (
             "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0, so KV events carry block hashes "
             "as bytes, but KVCR's hints take only 64-bit integers and will not match. "
             "Unset it"
         )
     host = config.control_advertise_host
     if host is not None and _is_loopback(host):
-        found.append(
+        yield (
             f"control_advertise_host = {host!r} is a loopback address: a peer on "
             "another machine that dials it reaches its own machine. Give an address of "
             "this machine that peers can reach"
         )
-    return found
+    unlisted = [
+        name
+        for name in ("control_ports", "router_capabilities")
+        if not isinstance(options.get(name), (list, tuple))
+    ]
+    if publishes and unlisted:
+        yield (
+            f"KV events are on and peers are served, but {' and '.join(unlisted)} "
+            f"{'is' if len(unlisted) == 1 else 'are'} not given as a list. Dynamo's "
+            "router reads both from the tier's options and sends no hints to an engine "
+            'without them. Give "router_capabilities": ["router_hint"] and '
+            "control_ports as lists"
+        )
 
 
 def _is_loopback(host: str) -> bool:
@@ -189,26 +199,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost" or host.lower().startswith("localhost.")
-
-
-def _router_warning(
-    config: TierConfig, options: Mapping[str, Any], publishes: bool
-) -> str | None:
-    if not (config.serves_peers and publishes):
-        return None
-    names = [
-        name
-        for name in ("control_ports", "router_capabilities")
-        if not isinstance(options.get(name), (list, tuple))
-    ]
-    if not names:
-        return None
-    return (
-        f"KV events are on and peers are served, but {' and '.join(names)} "
-        f"{'is' if len(names) == 1 else 'are'} not given as a list. Dynamo's router "
-        "reads both from the tier's options and sends no hints to an engine without "
-        'them. Give "router_capabilities": ["router_hint"] and control_ports as lists'
-    )
 
 
 def _locked_memory_warning(config: TierConfig, primary: setup.Primary) -> str | None:

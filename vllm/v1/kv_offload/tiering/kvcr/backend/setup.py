@@ -12,7 +12,6 @@ from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
-from kvcr import KVCRServiceError
 from kvcr.config import (
     G3Options,
     KVCRBackendConfigs,
@@ -22,6 +21,7 @@ from kvcr.config import (
     RemoteFWDramOptions,
 )
 
+from vllm.v1.kv_offload.tiering.kvcr.backend.pool import PoolMemory
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.config import G3Config, OptionError, TierConfig
 from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace
@@ -48,6 +48,8 @@ class Primary:
     address: int
     row_bytes: int
     rows: int
+    buffer: Any = None
+    """The owner of the memory, to be kept alive: vLLM releases its view of it."""
 
 
 def primary_of(view: memoryview) -> Primary:
@@ -74,8 +76,8 @@ def primary_of(view: memoryview) -> Primary:
             f"the primary tier's memory, of shape {view.shape}, is empty; raise "
             "cpu_bytes_to_use"
         )
-    exported = ctypes.c_char.from_buffer(view)
-    return Primary(ctypes.addressof(exported), row_bytes, rows)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return Primary(address, row_bytes, rows, view.obj)
 
 
 def warnings(config: TierConfig, events: Any) -> list[str]:
@@ -149,10 +151,9 @@ def pool_slots(config: TierConfig, primary: Primary) -> tuple[int, str]:
                 f"smaller than one chunk, which has {primary.row_bytes} bytes"
             )
         return slots, "secondary_g2_bytes"
-    if not config.serves_peers:
+    # KVCR will refuse files without a pool; see ``start_messages.explain``.
+    if not config.serves_peers or config.g3 is not None:
         return 0, ""
-    if config.g3 is not None:
-        return 0, ""  # KVCR will refuse it; see ``files_refused``
     if config.landing_slots is not None:
         return config.landing_slots, "landing_slots"
     if config.remote_landing == "primary":
@@ -207,10 +208,6 @@ def limits_of(
     )
 
 
-def max_pull_blocks(config: TierConfig, primary: Primary) -> int:
-    return config.max_pull_blocks or max(1, primary.rows // 2)
-
-
 def kvcr_config(config: TierConfig, primary: Primary, agent: str) -> KVCRConfig:
     return KVCRConfig(
         nixl_agent_name=agent,
@@ -223,12 +220,13 @@ def kvcr_config(config: TierConfig, primary: Primary, agent: str) -> KVCRConfig:
 
 
 def backend_configs(
-    config: TierConfig, primary: Primary, pool: tuple[int, int] | None
+    config: TierConfig, primary: Primary, pool: PoolMemory | None
 ) -> KVCRBackendConfigs:
-    """KVCR's backends; ``pool`` is the address and size of this process's own pool."""
+    """KVCR's backends; ``pool`` is this process's own."""
     local = None
     if pool is not None:
-        local = LocalDramOptions(pools=[("", *pool)], backend=config.local_dram_backend)
+        pools = [("", pool.address, pool.size)]
+        local = LocalDramOptions(pools=pools, backend=config.local_dram_backend)
     return KVCRBackendConfigs(
         local_dram=local,
         g3=None if config.g3 is None else _g3_options(config.g3, primary),
@@ -265,56 +263,6 @@ def guard_config(
         guard_index=local_rank or 0,
         compatibility_digest=digest,
     )
-
-
-def what_answers(guard: KVCRGuardConfig | None) -> str:
-    """Say what a start waits for; completes "waiting for ..."."""
-    if guard is None:
-        return "NIXL to start its backends"
-    return (
-        f"the KVCR service behind kvcr_service_socket_path = "
-        f"{guard.kvcr_service_socket_path!r} to grant the pool of guard "
-        f"{guard.guard_index}, and for NIXL (a service that hangs accepts the "
-        "connection but does not answer: look at its log, or restart it)"
-    )
-
-
-def service_refused(
-    guard: KVCRGuardConfig | None, error: BaseException
-) -> RuntimeError | None:
-    """Say what to do if the service does not grant its pool.
-
-    Args:
-        error: Why KVCR did not start; ``None`` is returned unless it is the service.
-    """
-    if guard is None or not isinstance(error, KVCRServiceError):
-        return None
-    return RuntimeError(
-        f"kvcr tier: the KVCR service did not grant a pool: {error}. This engine asked "
-        f"kvcr_service_socket_path = {guard.kvcr_service_socket_path!r} for guard "
-        f"{guard.guard_index} with compatibility_digest = "
-        f"{guard.compatibility_digest!r}. A service must listen there, with more "
-        "guards (--guard-count) than this index and the same --compatibility-digest, "
-        "and no other engine may hold that guard"
-    )
-
-
-def files_refused(config: TierConfig, error: BaseException) -> OptionError | None:
-    """Explain why KVCR refuses files, or a policy that needs files."""
-    if not isinstance(error, ValueError):
-        return None
-    if config.g3 is not None and not config.has_own_storage:
-        return OptionError(
-            f"kvcr tier: g3 needs a pool, because files hold the blocks that the pool "
-            "evicts; give secondary_g2_slots, secondary_g2_bytes or "
-            f"kvcr_service_socket_path (KVCR: {error})"
-        )
-    if config.policy is not None and "requires configured" in str(error):
-        return OptionError(
-            f"kvcr tier: policy = {config.policy!r}: needs storage that is not "
-            f"configured; give g3, or another policy (KVCR: {error})"
-        )
-    return None
 
 
 def g3_file_bytes(g3: G3Config, primary: Primary) -> int:
