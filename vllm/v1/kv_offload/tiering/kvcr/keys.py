@@ -20,7 +20,6 @@ class KeyCodec:
 
     def __init__(self, prefix: bytes = b"") -> None:
         self.prefix = prefix
-        self._skip = len(prefix)
 
     def encode(self, framework_key: object) -> BlockKey:
         """The block key of an offload key.
@@ -40,11 +39,11 @@ class KeyCodec:
         It is the same for all KV-cache groups of a block.
         ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`` decides whether it is an int or bytes.
         """
-        block_hash = get_offload_block_hash(OffloadKey(key[self._skip :]))
+        block_hash = get_offload_block_hash(OffloadKey(key[len(self.prefix) :]))
         return maybe_convert_block_hash(BlockHash(block_hash))
 
     def offload_key(self, key: BlockKey) -> OffloadKey | None:
         """The offload key in a block key; ``None`` if it is of another namespace."""
         if not key.startswith(self.prefix):
             return None
-        return OffloadKey(key[self._skip :])
+        return OffloadKey(key.removeprefix(self.prefix))

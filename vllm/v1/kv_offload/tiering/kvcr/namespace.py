@@ -31,6 +31,9 @@ _OFF = ("", "off", "false", "no", "none", "null", "0")
 SIZE = _TOTAL_BYTES + len(_FIELDS)
 """Bytes of a prefix: a digest of everything, then one byte for each field. The latter
 only serve to name the field that differs."""
+# A 32-byte hash and a 4-byte group. A hash algorithm with shorter hashes only costs the
+# name of the field that differs.
+_OFFLOAD_KEY_BYTES = 36
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,9 @@ class Namespace:
         """Hex text for the service's compatibility check; empty without a namespace."""
         return self.prefix.hex()
 
-    def difference(self, foreign_key: bytes, key_bytes: int) -> str:
-        """Name the fields in which a peer's key from another namespace differs.
-
-        Args:
-            foreign_key: The key as the peer sent it.
-            key_bytes: Length of this engine's keys, prefix included.
-        """
-        if len(foreign_key) != key_bytes or not self.prefix:
+    def difference(self, foreign_key: bytes) -> str:
+        """Name the fields in which a peer's key from another namespace differs."""
+        if len(foreign_key) != SIZE + _OFFLOAD_KEY_BYTES or not self.prefix:
             return "the namespace option, or the hash algorithm"
         theirs = foreign_key[_TOTAL_BYTES:SIZE]
         ours = self.prefix[_TOTAL_BYTES:]

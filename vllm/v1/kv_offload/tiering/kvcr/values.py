@@ -13,13 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    PlainValidator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import peer_pattern
@@ -231,7 +225,6 @@ SizeOrNone = Annotated[
 Text = Annotated[str, AfterValidator(no_variable), Field(min_length=1)]
 Host = Annotated[str, AfterValidator(_host)]
 DialableHost = Annotated[str, AfterValidator(_dialable)]
-SocketPath = Annotated[str, AfterValidator(_path)]
 FilePath = Annotated[str, AfterValidator(_path)]
 Plugin = Annotated[str, AfterValidator(_plugin)]
 _PORT = Annotated[int, Field(ge=1, le=65535)]

@@ -6,13 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from kvcr.policy import (
-    FIFOPolicy,
-    G3FIFOPolicy,
-    G3LRUPolicy,
-    KVCachePolicy,
-    LRUPolicy,
-)
+from kvcr.policy import FIFOPolicy, G3FIFOPolicy, G3LRUPolicy, KVCachePolicy, LRUPolicy
 from kvcr.types import BlockMeta, CacheTier
 
 BUILT_IN: dict[str, type[KVCachePolicy]] = {

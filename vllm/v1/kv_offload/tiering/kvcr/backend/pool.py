@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The host memory of KVCR's pool: allocates, populates and frees it."""
+"""The host memory of KVCR's pool: checks that it fits, and populates it."""
 
 import ctypes
 import errno
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,49 +22,21 @@ _PROGRESS_INTERVAL_S = 2.0
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-class PoolMemory:
-    """Anonymous memory at a fixed address.
+def check_room(size: int, option: str) -> None:
+    """Check that a pool fits in memory.
 
     Args:
-        allocate: ``mmap.mmap``, called with ``(-1, size)``.
-        size: Bytes.
-        option: The option that set the size, for messages.
-        populate: Back all of it with memory now. Otherwise that happens page by page
-            during the first stores, on KVCR's only thread, at a fraction of the speed.
+        option: The option that set the size, in bytes.
 
     Raises:
         ValueError: this machine, or this container, does not have enough memory.
     """
-
-    def __init__(
-        self,
-        allocate: Callable[[int, int], Any],
-        size: int,
-        option: str,
-        populate: bool,
-    ) -> None:
-        available = available_memory()
-        if size > available:
-            raise ValueError(
-                f"{option}: the pool needs {size:,} bytes, but only {available:,} are "
-                "available on this machine or to this container; make it smaller"
-            )
-        self.size = size
-        self.buffer = allocate(-1, size)
-        exported = ctypes.c_char.from_buffer(self.buffer)
-        self.address = ctypes.addressof(exported)
-        # While it exists, the buffer cannot be closed.
-        del exported
-        if populate:
-            try:
-                _populate(self.address, size)
-            except BaseException:
-                self.free()
-                raise
-
-    def free(self) -> None:
-        """Free the memory, which nothing may touch any more."""
-        self.buffer.close()
+    available = available_memory()
+    if size > available:
+        raise ValueError(
+            f"{option}: the pool needs {size:,} bytes, but only {available:,} are "
+            "available on this machine or to this container; make it smaller"
+        )
 
 
 def available_memory() -> int:
@@ -94,7 +65,18 @@ def available_memory() -> int:
     return available
 
 
-def _populate(address: int, size: int) -> None:
+def address_of(buffer: Any) -> int:
+    # Nothing exported may remain, because then the buffer could not be closed.
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def populate(buffer: Any) -> None:
+    """Back all of a buffer with memory now.
+
+    Otherwise that happens page by page during the first stores, on KVCR's only thread,
+    at a fraction of the speed.
+    """
+    address, size = address_of(buffer), len(buffer)
     # A ctypes call releases the GIL, so other threads can still meet their deadlines.
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

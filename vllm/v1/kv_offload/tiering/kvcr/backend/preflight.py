@@ -51,10 +51,7 @@ def check(
 
     Returns:
         The options, completed by choices that were made here, and the files that were
-        made for this start. ``files.remove`` removes them if the start fails.
-
-    Raises:
-        OptionError: names the option, its value and what to do.
+        made for this start, for ``files.remove`` if it fails.
     """
     if kvcr is not KVCR:
         return config, []
@@ -78,19 +75,18 @@ def check_port(host: str, port: int) -> None:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
+        text = f"control_ports: port {port} on {host} "
         if error.errno == errno.EADDRINUSE:
-            reason = "is in use; give another, or end the process that listens there"
+            text += "is in use; give another, or end the process that listens there"
         elif error.errno == errno.EACCES:
-            reason = "may not be used by this user; give one above 1023"
+            text += "may not be used by this user; give one above 1023"
         else:
-            raise OptionError(
-                f"kvcr tier: control_host = {host!r}: this machine cannot listen there "
+            text = (
+                f"control_host = {host!r}: this machine cannot listen there "
                 f"({error.strerror or error}); give an address of this machine, or "
                 "leave it out to listen on all of them"
-            ) from error
-        raise OptionError(
-            f"kvcr tier: control_ports: port {port} on {host} {reason}"
-        ) from error
+            )
+        raise OptionError(f"kvcr tier: {text}") from error
 
 
 def check_plugins(config: TierConfig, nixl: Nixl) -> TierConfig:

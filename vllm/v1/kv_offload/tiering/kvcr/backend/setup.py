@@ -5,7 +5,6 @@
 Pure functions; nothing here starts anything.
 """
 
-import ctypes
 import socket
 from dataclasses import dataclass, replace
 from mmap import PAGESIZE
@@ -21,7 +20,7 @@ from kvcr.config import (
     RemoteFWDramOptions,
 )
 
-from vllm.v1.kv_offload.tiering.kvcr.backend.pool import PoolMemory
+from vllm.v1.kv_offload.tiering.kvcr.backend.pool import address_of
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.config import G3Config, OptionError, TierConfig
 from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace
@@ -76,8 +75,7 @@ def primary_of(view: memoryview) -> Primary:
             f"the primary tier's memory, of shape {view.shape}, is empty; raise "
             "cpu_bytes_to_use"
         )
-    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-    return Primary(address, row_bytes, rows, view.obj)
+    return Primary(address_of(view), row_bytes, rows, view.obj)
 
 
 def warnings(config: TierConfig, events: Any) -> list[str]:
@@ -164,7 +162,7 @@ def pool_slots(config: TierConfig, primary: Primary) -> tuple[int, str]:
 
 
 def limits_of(
-    config: TierConfig, primary: Primary, slots: int, *, stages: bool = True
+    config: TierConfig, primary: Primary, slots: int, *, stages: bool
 ) -> Limits:
     """The bounds on blocks in flight.
 
@@ -188,24 +186,27 @@ def limits_of(
     # Files and peers have shares of their own, so that neither waits for the other.
     filed = staged // 2 if peers else staged
     pulled = staged - filed if files else staged
-    file_window = max(1, min(window, filed)) if files else 0
-    file_operation = max(1, _FILE_OPERATION_BYTES // primary.row_bytes)
-    # One peer may use three quarters of this, which should make a whole window.
-    peer_window = max(1, min(window * 4 // 3, pulled)) if peers else 0
+    file_window = _positive(window, filed) if files else 0
+    file_operation = _FILE_OPERATION_BYTES // primary.row_bytes
     return Limits(
-        load_operation=max(1, min(operation, load)),
-        load_window=max(1, min(window, load)),
-        store_operation=max(1, min(operation, store)),
-        store_window=max(1, min(window, store)),
-        file_operation=min(file_operation, operation, max(1, file_window)),
+        load_operation=_positive(operation, load),
+        load_window=_positive(window, load),
+        store_operation=_positive(operation, store),
+        store_window=_positive(window, store),
+        file_operation=_positive(file_operation, operation, file_window),
         file_window=file_window,
-        peer_window=peer_window,
+        # One peer may use three quarters of this, which should make a whole window.
+        peer_window=_positive(window * 4 // 3, pulled) if peers else 0,
         stages_peers=peers and config.remote_landing == "pool",
         operation_timeout_s=config.operation_timeout / 1000,
         file_timeout_s=config.load_timeout / 1000,
         pull_timeout_s=config.pull_timeout / 1000,
         introduction_timeout_s=config.introduction_timeout / 1000,
     )
+
+
+def _positive(*bounds: int) -> int:
+    return max(1, min(bounds))
 
 
 def kvcr_config(config: TierConfig, primary: Primary, agent: str) -> KVCRConfig:
@@ -220,12 +221,12 @@ def kvcr_config(config: TierConfig, primary: Primary, agent: str) -> KVCRConfig:
 
 
 def backend_configs(
-    config: TierConfig, primary: Primary, pool: PoolMemory | None
+    config: TierConfig, primary: Primary, pool: Any | None
 ) -> KVCRBackendConfigs:
-    """KVCR's backends; ``pool`` is this process's own."""
+    """KVCR's backends; ``pool`` is the buffer of this process's own pool."""
     local = None
     if pool is not None:
-        pools = [("", pool.address, pool.size)]
+        pools = [("", address_of(pool), len(pool))]
         local = LocalDramOptions(pools=pools, backend=config.local_dram_backend)
     return KVCRBackendConfigs(
         local_dram=local,

@@ -16,8 +16,7 @@ from kvcr import KVCRBindings
 from kvcr.config import KVCRGuardConfig
 
 from vllm.logger import init_logger
-from vllm.v1.kv_offload.tiering.kvcr.backend import files, setup, start_messages
-from vllm.v1.kv_offload.tiering.kvcr.backend.pool import PoolMemory
+from vllm.v1.kv_offload.tiering.kvcr.backend import files, pool, setup, start_messages
 from vllm.v1.kv_offload.tiering.kvcr.backend.protocol import KvcrApi
 from vllm.v1.kv_offload.tiering.kvcr.compat import nixl_thread, shims
 from vllm.v1.kv_offload.tiering.kvcr.config import TierConfig
@@ -38,6 +37,7 @@ class Natives:
     kvcr: Callable[..., Any]
     channel: Callable[[str, int, str], Any]
     allocate: Callable[[int, int], Any]
+    """``mmap.mmap``, called with ``(-1, size)``."""
     retained: list[Any]
     """Buffers that stay mapped until the process ends."""
 
@@ -69,7 +69,7 @@ class Backend:
     ) -> None:
         self._natives = natives
         self._primary = primary
-        self._pool: PoolMemory | None = None
+        self._pool: Any | None = None
         self._closing: threading.Thread | None = None
         self._closed = threading.Event()
         self.quiescent: bool | None = None
@@ -81,9 +81,10 @@ class Backend:
             self.slots, option = setup.pool_slots(config, primary)
             if self.slots:
                 size = self.slots * primary.row_bytes
-                self._pool = PoolMemory(
-                    natives.allocate, size, option, config.populate_pool
-                )
+                pool.check_room(size, option)
+                self._pool = natives.allocate(-1, size)
+                if config.populate_pool:
+                    pool.populate(self._pool)
             if port is not None:
                 secret = setup.control_secret(config)
                 host = setup.advertise_host(config)
@@ -167,9 +168,9 @@ class Backend:
 
     def _free_pool(self) -> None:
         if self._pool is not None:
-            self._pool.free()
+            self._pool.close()
 
     def _retain(self) -> None:
         self._natives.retained.append(self._primary.buffer)
         if self._pool is not None:
-            self._natives.retained.append(self._pool.buffer)
+            self._natives.retained.append(self._pool)
