@@ -3,18 +3,17 @@
 """Makes the parts of a tier and connects them to each other and to KVCR."""
 
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vllm.logger import init_logger
-from vllm.v1.kv_offload.base import Locality
+from vllm.v1.kv_offload.base import Locality, OffloadingSpec
 from vllm.v1.kv_offload.tiering.kvcr.backend import policy, preflight, setup
 from vllm.v1.kv_offload.tiering.kvcr.backend.start import Backend, Natives
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.config import parse_options
-from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
-from vllm.v1.kv_offload.tiering.kvcr.namespace import make_namespace
+from vllm.v1.kv_offload.tiering.kvcr.keys import make_codec
 from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import AllowedPeers
 from vllm.v1.kv_offload.tiering.kvcr.peers.hints import Hints, own_endpoints
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import Liveness
@@ -36,25 +35,16 @@ from vllm.v1.kv_offload.tiering.kvcr.transfers.results import Results
 from vllm.v1.kv_offload.tiering.kvcr.transfers.staging import Staging
 from vllm.v1.kv_offload.tiering.kvcr.transfers.transfers import Transfers
 
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import OffloadingSpec
-
 logger = init_logger(__name__)
 
 
 class Assembly:
-    """A tier's parts, with KVCR running.
-
-    Args:
-        spec: vLLM's offloading spec, which may be partial.
-        view: The primary tier's memory.
-        uncounted_pins: See ``Pins``.
-    """
+    """A tier's parts, with KVCR running. The manager documents the arguments."""
 
     def __init__(
         self,
         natives: Natives,
-        spec: "OffloadingSpec",
+        spec: OffloadingSpec,
         view: memoryview,
         options: dict[str, Any],
         *,
@@ -68,9 +58,8 @@ class Assembly:
         for warning in setup.warnings(config, events):
             logger.warning("kvcr tier: %s", warning)
         port = config.control_port(local_rank)
-        namespace = make_namespace(config.namespace, spec, row_bytes)
-        self.prefix = prefix = namespace.prefix
-        codec = KeyCodec(prefix)
+        codec = make_codec(config.namespace, spec, row_bytes)
+        self.prefix = prefix = codec.prefix
         self.locality = Locality(config.locality) if config.locality else None
         agent = f"vllm-{uuid.uuid4().hex}"
         block_refs = shims.block_refs_factory(agent, primary.address, row_bytes)
@@ -87,7 +76,7 @@ class Assembly:
             block_refs,
             losses,
             quarantine,
-            namespace.difference,
+            codec.difference,
             request_prefix=f"kvcr-pin-{agent}-",
             uncounted=uncounted_pins,
         )
@@ -96,9 +85,8 @@ class Assembly:
         gauges = Gauges(tier, row_bytes, health, quarantine, pins, liveness)
         self.report = Report(traffic, losses, gauges, row_bytes)
         self.idle_reports = IdleReports(self.report, telemetry)
-        guard = setup.guard_config(config, local_rank, namespace)
-        has_files = config.g3 is not None
-        kv_policy = policy.choose_policy(config.policy, has_files=has_files)
+        guard = setup.guard_config(config, local_rank, codec)
+        kv_policy = policy.choose_policy(config.policy, has_files=config.g3 is not None)
         self.backoff = backoff = Backoff(len(prefix))
         publishes = config.owns_inventory and events.enable_kv_cache_events
         sinks: list[Sink] = [self.inventory.report] if publishes else []

@@ -3,8 +3,8 @@
 """Every option of the tier: typed, validated and documented in one place.
 
 Options are the keys beside ``"type": "kvcr"`` in the tier's configuration. They are
-checked before anything native starts, and each refusal names the option, the value,
-what is allowed and what to do.
+checked before anything native starts, and each refusal, an ``OptionError``, names the
+option, the value, what is allowed and what to do.
 """
 
 import difflib
@@ -341,11 +341,7 @@ class TierConfig(_Options):
         return min(given or _PULL_TIMEOUT_MS, self.operation_timeout)
 
     def for_rank(self, local_rank: int | None) -> "TierConfig":
-        """Return a copy that has only the files of data-parallel rank ``local_rank``.
-
-        Raises:
-            OptionError: that rank has no files of its own.
-        """
+        """Return a copy that has only the files of one local data-parallel rank."""
         if self.g3 is None:
             return self
         paths: tuple[Any, ...] = self.g3.paths
@@ -377,11 +373,7 @@ class TierConfig(_Options):
         return self.model_copy(update={"g3": g3})
 
     def control_port(self, local_rank: int | None) -> int | None:
-        """The port of data-parallel rank ``local_rank`` on this machine.
-
-        Raises:
-            OptionError: there is no port for that rank, or no single one without ranks.
-        """
+        """The control port of one local data-parallel rank."""
         ports = self.control_ports
         if ports is None:
             return None
@@ -432,11 +424,10 @@ def _describe(fault: Any) -> str:
     if not name.isprintable():
         name = repr(name)
     if fault["type"] == "extra_forbidden":
-        model: type[BaseModel] = G3Config if path[:1] == ["g3"] else TierConfig
-        prefix = "g3." if model is G3Config else ""
         if path[-1] in _ELSEWHERE:
             return f"{name} is {_ELSEWHERE[path[-1]]}"
-        known = sorted(model.model_fields)
+        prefix = "g3." if path[0] == "g3" else ""
+        known = sorted((G3Config if prefix else TierConfig).model_fields)
         near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         if near:
             return f"unknown option {name}, did you mean {prefix}{near[0]}?"

@@ -79,7 +79,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
     """KVCR as a secondary tier.
 
     Args:
-        offloading_spec: vLLM's offloading spec. It may be partial; see ``namespace``.
+        offloading_spec: vLLM's offloading spec. It may be partial; see ``keys``.
         primary_kv_view: The primary tier, shape ``(num_chunks, row_stride_bytes)``.
         tier_type: The name that the tier is registered by.
         backpressure_detector: vLLM's, made from the option ``backpressure``.

@@ -21,8 +21,6 @@ from vllm.v1.kv_offload.tiering.kvcr.config import OptionError
 
 logger = init_logger(__name__)
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 def prepare(paths: Sequence[Path], size: int, *, kept: bool) -> list[Path]:
     """Get every file ready for KVCR, which extends an empty one to ``size``.
@@ -39,15 +37,15 @@ def prepare(paths: Sequence[Path], size: int, *, kept: bool) -> list[Path]:
     """
     made: list[Path] = []
     try:
-        if kept:
-            _check_room({path: _look_at(path, size) for path in paths}, size)
-            return made
         with ExitStack() as opened:
-            descriptors = {path: _open(path, made, opened) for path in paths}
-            found = {path: os.fstat(each) for path, each in descriptors.items()}
+            found = {
+                path: _look_at(path, size) if kept else _open(path, made, opened)
+                for path in paths
+            }
             _check_room(found, size)
             for path, status in found.items():
-                if status.st_size not in (0, size):
+                # Never a file that a service keeps, which ``_look_at`` has refused.
+                if status is not None and status.st_size not in (0, size):
                     logger.warning(
                         "kvcr tier: g3.paths: %s has %d bytes and is recreated with "
                         "%d; its old contents are not used",
@@ -55,7 +53,7 @@ def prepare(paths: Sequence[Path], size: int, *, kept: bool) -> list[Path]:
                         status.st_size,
                         size,
                     )
-                    os.ftruncate(descriptors[path], 0)
+                    os.truncate(path, 0)
     except BaseException:
         remove(made)
         raise
@@ -72,7 +70,7 @@ def remove(made: Iterable[Path]) -> None:
 def explain(error: OSError, paths: Sequence[Path], size: int) -> OptionError | None:
     """Explain why KVCR could not open its files after all."""
     names = ", ".join(map(str, paths))
-    if error.errno in _NO_ROOM:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return _refusal(
             f"{names}: there is no room for {size:,} bytes each ({error.strerror}); "
             "make g3.capacity_bytes_per_file smaller, or free space"
@@ -130,7 +128,7 @@ def _look_at(path: Path, size: int) -> os.stat_result | None:
     return found
 
 
-def _open(path: Path, made: list[Path], opened: ExitStack) -> int:
+def _open(path: Path, made: list[Path], opened: ExitStack) -> os.stat_result:
     """Open and lock a file for this engine alone; create it if it does not exist."""
     try:
         there = _check_kind(path)
@@ -145,12 +143,12 @@ def _open(path: Path, made: list[Path], opened: ExitStack) -> int:
         except BlockingIOError:
             raise _refusal(f"{path}: {_in_use(_holder(descriptor))}") from None
         _check_direct(path)
+        return os.fstat(descriptor)
     except OSError as error:
         raise _refusal(
             f"{path}: {error.strerror}; give a file that this user may write, on a "
             "filesystem that supports locks"
         ) from error
-    return descriptor
 
 
 def _check_direct(path: Path) -> None:

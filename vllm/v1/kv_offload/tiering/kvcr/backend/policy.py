@@ -40,9 +40,7 @@ def choose_policy(name: str | None, *, has_files: bool) -> KVCachePolicy | None:
     """The policy for KVCR, or ``None`` to leave the choice to KVCR.
 
     Raises:
-        ValueError: the name is unknown or cannot be imported, or the policy does not
-            suit files.
-        TypeError: it does not name a ``KVCachePolicy`` class.
+        ValueError, TypeError: the name cannot be used, or not with files.
     """
     if name is None:
         return CleanFirstPolicy() if has_files else None

@@ -20,17 +20,14 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _STEP_BYTES = 256 << 20
 _PROGRESS_INTERVAL_S = 2.0
 _CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS = (  # version 2, then version 1
+    (_CGROUP, "max", "current", "inactive_file"),
+    (_CGROUP / "memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+)
 
 
 def check_room(size: int, option: str) -> None:
-    """Check that a pool fits in memory.
-
-    Args:
-        option: The option that set the size, in bytes.
-
-    Raises:
-        ValueError: this machine, or this container, does not have enough memory.
-    """
+    """Raise a ``ValueError``, which names ``option``, if a pool does not fit."""
     available = available_memory()
     if size > available:
         raise ValueError(
@@ -42,21 +39,12 @@ def check_room(size: int, option: str) -> None:
 def available_memory() -> int:
     """Bytes that can still be allocated, within the container's limit."""
     available = psutil.virtual_memory().available
-    for limit_file, used_file, stat_file, cache in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    ):
+    for folder, limit_name, used_name, cache in _CGROUPS:
         try:
-            limit = int((_CGROUP / limit_file).read_text())
-            used = int((_CGROUP / used_file).read_text())
-            stat = dict(
-                line.split() for line in (_CGROUP / stat_file).read_text().splitlines()
-            )
+            limit = int((folder / f"memory.{limit_name}").read_text())
+            used = int((folder / f"memory.{used_name}").read_text())
+            lines = (folder / "memory.stat").read_text().splitlines()
+            stat = dict(line.split() for line in lines)
         except (OSError, ValueError):  # no such controller, or "max"
             continue
         # The kernel reclaims inactive file pages before it refuses memory.

@@ -26,8 +26,6 @@ from vllm.v1.kv_offload.tiering.kvcr.config import OptionError, TierConfig
 
 logger = init_logger(__name__)
 
-_GDS = "GDS_MT"
-_POSIX = "POSIX"
 _RDMA = Path("/sys/class/infiniband")
 # Measured over TCP: UCX takes 2 s to open 20 interfaces and, for 60, more than the 30 s
 # that KVCR waits. With more than about 120 it fails with NIXL_ERR_BACKEND.
@@ -57,17 +55,14 @@ def check(
         return config, []
     for warning in warnings(config, options, primary, publishes):
         logger.warning_once("kvcr tier: %s", warning)
-    if port is not None and config.kvcr_service_socket_path is None:
+    has_service = config.kvcr_service_socket_path is not None
+    if port is not None and not has_service:
         check_port(config.control_host, port)
     config = check_plugins(config, Nixl())
     if config.g3 is None or not config.has_own_storage:
         return config, []
-    made = files.prepare(
-        config.g3.paths,
-        setup.g3_file_bytes(config.g3, primary),
-        kept=config.kvcr_service_socket_path is not None,
-    )
-    return config, made
+    size = setup.g3_file_bytes(config.g3, primary)
+    return config, files.prepare(config.g3.paths, size, kept=has_service)
 
 
 def check_port(host: str, port: int) -> None:
@@ -101,19 +96,16 @@ def check_plugins(config: TierConfig, nixl: Nixl) -> TierConfig:
     if config.g3.backend is not None:
         _check_plugin("g3.backend", config.g3.backend, "FILE_SEG", nixl)
         return config
-    reason = nixl.why_unusable(_GDS, config.g3.backend_options)
+    reason = nixl.why_unusable("GDS_MT", config.g3.backend_options)
     if reason is None:
         return config
     logger.warning_once(
-        "kvcr tier: g3.backend is not set and %s cannot be used here (%s), so %s reads "
-        "and writes the files. To silence this warning, set g3.backend to %s, or "
-        "install GPUDirect Storage",
-        _GDS,
+        "kvcr tier: g3.backend is not set and GDS_MT cannot be used here (%s), so "
+        "POSIX reads and writes the files. To silence this warning, set g3.backend to "
+        "POSIX, or install GPUDirect Storage",
         reason,
-        _POSIX,
-        _POSIX,
     )
-    g3 = config.g3.model_copy(update={"backend": _POSIX})
+    g3 = config.g3.model_copy(update={"backend": "POSIX"})
     return config.model_copy(update={"g3": g3})
 
 

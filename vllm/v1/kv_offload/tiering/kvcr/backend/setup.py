@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Derives KVCR's configuration from the options and the primary tier's shape.
 
-Pure functions; nothing here starts anything.
+Pure functions; nothing here starts anything. Each refuses with an ``OptionError`` what
+cannot work.
 """
 
 import socket
@@ -23,7 +24,7 @@ from kvcr.config import (
 from vllm.v1.kv_offload.tiering.kvcr.backend.pool import address_of
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.config import G3Config, OptionError, TierConfig
-from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace
+from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
 from vllm.v1.kv_offload.tiering.kvcr.peers.greeting import read_secret
 from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import Limits
 
@@ -69,21 +70,16 @@ def primary_of(view: memoryview) -> Primary:
         )
     assert view.shape is not None
     assert view.strides is not None
-    rows, row_bytes = view.shape[0], view.strides[0]
     if not view.nbytes:
         raise ValueError(
             f"the primary tier's memory, of shape {view.shape}, is empty; raise "
             "cpu_bytes_to_use"
         )
-    return Primary(address_of(view), row_bytes, rows, view.obj)
+    return Primary(address_of(view), view.strides[0], view.shape[0], view.obj)
 
 
 def warnings(config: TierConfig, events: Any) -> list[str]:
-    """List what an operator should know at start.
-
-    Raises:
-        OptionError: KV events are on, but would not describe KVCR's blocks.
-    """
+    """List what an operator should know at start."""
     said = []
     if config.kvcr_service_socket_path is not None and config.has_own_pool:
         said.append(
@@ -120,12 +116,8 @@ def advertise_host(config: TierConfig) -> str:
 
 
 def control_secret(config: TierConfig) -> bytes | None:
-    """The secret that control messages are signed with, if they are.
-
-    Raises:
-        OptionError: the secret's file cannot be used.
-    """
-    if config.control_secret_file is None or not config.serves_peers:
+    """The secret that control messages are signed with, if they are."""
+    if config.control_secret_file is None:
         return None
     try:
         return read_secret(Path(config.control_secret_file))
@@ -228,9 +220,18 @@ def backend_configs(
     if pool is not None:
         pools = [("", address_of(pool), len(pool))]
         local = LocalDramOptions(pools=pools, backend=config.local_dram_backend)
+    g3 = None
+    if config.g3 is not None:
+        g3 = G3Options(
+            paths=config.g3.paths,
+            capacity_bytes_per_file=g3_file_bytes(config.g3, primary),
+            backend_options=config.g3.backend_options,
+        )
+        if config.g3.backend is not None:
+            g3 = replace(g3, backend=config.g3.backend)
     return KVCRBackendConfigs(
         local_dram=local,
-        g3=None if config.g3 is None else _g3_options(config.g3, primary),
+        g3=g3,
         remote_fw_dram=RemoteFWDramOptions(
             eager_ctrl_connect=config.eager_ctrl_connect,
             opportunistic_query=config.opportunistic_query,
@@ -242,18 +243,14 @@ def backend_configs(
 
 
 def guard_config(
-    config: TierConfig, local_rank: int | None, namespace: Namespace
+    config: TierConfig, local_rank: int | None, codec: KeyCodec
 ) -> KVCRGuardConfig | None:
-    """How to reach the KVCR service, if one is used.
-
-    Raises:
-        OptionError: the digest should be derived, but there is no namespace.
-    """
+    """How to reach the KVCR service, if one is used."""
     if config.kvcr_service_socket_path is None:
         return None
     digest = config.compatibility_digest or ""
     if digest.strip().lower() == "auto":
-        digest = namespace.digest
+        digest = codec.digest
         if not digest:
             raise OptionError(
                 "kvcr tier: compatibility_digest = 'auto' stands for the namespace, "
@@ -267,11 +264,7 @@ def guard_config(
 
 
 def g3_file_bytes(g3: G3Config, primary: Primary) -> int:
-    """Size of each file: its capacity, rounded down to whole chunks.
-
-    Raises:
-        OptionError: there cannot be files of this size, or with chunks of this size.
-    """
+    """Size of each file: its capacity, rounded down to whole chunks."""
     size = g3.capacity_bytes_per_file // primary.row_bytes * primary.row_bytes
     if primary.row_bytes % PAGESIZE:
         raise OptionError(
@@ -284,12 +277,3 @@ def g3_file_bytes(g3: G3Config, primary: Primary) -> int:
             f"smaller than one chunk, which has {primary.row_bytes} bytes"
         )
     return size
-
-
-def _g3_options(g3: G3Config, primary: Primary) -> G3Options:
-    options = G3Options(
-        paths=g3.paths,
-        capacity_bytes_per_file=g3_file_bytes(g3, primary),
-        backend_options=g3.backend_options,
-    )
-    return options if g3.backend is None else replace(options, backend=g3.backend)

@@ -37,7 +37,6 @@ class Natives:
     kvcr: Callable[..., Any]
     channel: Callable[[str, int, str], Any]
     allocate: Callable[[int, int], Any]
-    """``mmap.mmap``, called with ``(-1, size)``."""
     retained: list[Any]
     """Buffers that stay mapped until the process ends."""
 
@@ -75,6 +74,9 @@ class Backend:
         self.quiescent: bool | None = None
         """Whether native code has let go of every buffer; ``None`` until KVCR is
         closed. It can turn from false to true later."""
+        # Known of peers only through a ``PeerChannel``.
+        self.is_incompatible: Callable[[str], bool] = lambda endpoint: False
+        self.is_lost: Callable[[str], bool] = lambda endpoint: False
         channel: Any | None = None
         unstopped = shims.unstopped_starts()
         try:
@@ -100,9 +102,10 @@ class Backend:
                     setup.backend_configs(config, primary, self._pool),
                     guard,
                 )
-            self.channel = channel if isinstance(channel, PeerChannel) else None
-            if self.channel is not None:
-                self.channel.when_closed(shims.peer_forgetter(self.kvcr))
+            if isinstance(channel, PeerChannel):
+                channel.when_closed(shims.peer_forgetter(self.kvcr))
+                self.is_incompatible = channel.is_incompatible
+                self.is_lost = channel.is_lost
             if guard is not None:
                 # 0 if the size of the service's pool is not known.
                 pool_bytes = shims.service_pool_bytes(self.kvcr) or 0
@@ -121,14 +124,6 @@ class Backend:
                 raise refused from error
             raise
 
-    def is_incompatible(self, endpoint: str) -> bool:
-        """Whether a peer has said that it runs other releases."""
-        return self.channel is not None and self.channel.is_incompatible(endpoint)
-
-    def is_lost(self, endpoint: str) -> bool:
-        """Whether a peer has closed the connection, as it does when it dies."""
-        return self.channel is not None and self.channel.is_lost(endpoint)
-
     def start_closing(self) -> None:
         """Close KVCR once, on a thread of its own, since a close can take seconds."""
         if self._closing is None:
@@ -141,11 +136,12 @@ class Backend:
         """Close KVCR and free its memory; false if native code may still touch it."""
         self.start_closing()
         self._closed.wait(CLOSE_TIMEOUT_S)
-        if not self.quiescent:
+        free = self.quiescent is True
+        if free:
+            self._free_pool()
+        else:
             self._retain()
-            return False
-        self._free_pool()
-        return True
+        return free
 
     def _close(self) -> None:
         try:

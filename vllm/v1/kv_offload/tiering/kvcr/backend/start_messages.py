@@ -114,8 +114,7 @@ def _nixl_failed(config: TierConfig, error: BaseException) -> RuntimeError | Non
             "if the container blocks asynchronous I/O, or fs.aio-max-nr is used up, "
             'set g3.backend_options to {"use_uring": true} or {"use_posix_aio": true}'
         )
-    many = interfaces_warning()
-    if many is not None:
+    if many := interfaces_warning():
         advice.append(many)
     variables = [
         f"{name}={value}"

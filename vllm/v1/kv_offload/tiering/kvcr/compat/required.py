@@ -51,7 +51,6 @@ REQUIRED_NAMES = {
         "PinHandle",
         "PinRequestId",
         "PinResult",
-        "PlacementDecision",
         "PlacementFailure",
         "QueryStatus",
         "ReleaseHandle",
