@@ -106,13 +106,13 @@ def digest_of(config: "TierConfig") -> str | None:
 
     ``None`` if it is derived from the model, which is not known here.
     """
-    from vllm.v1.kv_offload.tiering.kvcr.namespace import make_namespace
+    from vllm.v1.kv_offload.tiering.kvcr.keys import make_codec
 
     if config.compatibility_digest != "auto":
         return config.compatibility_digest
     if config.namespace in (True, "auto"):
         return None
-    return make_namespace(config.namespace, None, 0).digest or None
+    return make_codec(config.namespace, None, 0).digest or None
 
 
 def service_pid(path: str, *, strict: bool = False) -> int | None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.vllm_kvcr.doctor.asking import PEERS, ask, failures, transfer
-from vllm.v1.kv_offload.tiering.kvcr.namespace import make_namespace
+from vllm.v1.kv_offload.tiering.kvcr.keys import make_codec
 from vllm_kvcr import guard
 from vllm_kvcr.doctor.finding import Status
 from vllm_kvcr.doctor.setting import Setting
@@ -179,7 +179,7 @@ runpy.run_module({module!r}, run_name="__main__")
 def test_the_digest_of_a_namespace_with_a_name_is_the_engines(tmp_path, capsys):
     given = config(tmp_path, compatibility_digest="auto", namespace="llama/1")
     _, line = command(capsys, given, "--pool-size", "1MiB")
-    digest = make_namespace("llama/1", None, 4096).digest
+    digest = make_codec("llama/1", None, 4096).digest
     assert digest
     assert line.rstrip().endswith(f"--compatibility-digest {digest}")
 

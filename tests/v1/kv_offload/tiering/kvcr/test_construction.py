@@ -16,6 +16,7 @@ from tests.v1.kv_offload.tiering.kvcr.conftest import LogLines
 from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, Rig, StandinRig
 from vllm.v1.kv_offload.base import Locality
 from vllm.v1.kv_offload.tiering.kvcr import manager
+from vllm.v1.kv_offload.tiering.kvcr.backend import pool
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 
 SERVICE = {
@@ -36,7 +37,7 @@ def test_the_pool_layout_is_one_unnamed_pool_of_the_primary_rows() -> None:
     assert len(memory) == 4 * 3 * ROW_BYTES
     ((name, address, size),) = rig.kvcr.backend_configs.local_dram.pools
     assert (name, size) == ("", len(memory))
-    assert address == rig.tier._backend._pool.address
+    assert address == pool.address_of(memory)
 
 
 def test_the_primary_tier_is_registered_as_it_lies() -> None:

@@ -23,7 +23,7 @@ from tests.v1.kv_offload.tiering.kvcr.standin import (
     RecordingParent,
 )
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
-from vllm.v1.kv_offload.tiering.kvcr.backend import closing
+from vllm.v1.kv_offload.tiering.kvcr.backend import start
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 
 DEAD = RuntimeError("progress thread died")
@@ -137,7 +137,7 @@ def test_a_reset_ends_when_native_code_lets_go_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """KVCR failed in the middle of a load, and could not stop what it had begun."""
-    monkeypatch.setattr(closing, "_RECHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(start, "_RECHECK_INTERVAL_S", 0.01)
     free = threading.Event()
     monkeypatch.setattr(shims, "is_quiescent", lambda kvcr: free.is_set())
     rig = StandinRig()

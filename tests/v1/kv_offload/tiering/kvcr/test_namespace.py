@@ -18,7 +18,7 @@ from tests.v1.kv_offload.tiering.kvcr.standin import (
     RecordingParent,
 )
 from vllm.v1.kv_offload.base import LookupResult, OffloadingKVEventsConfig
-from vllm.v1.kv_offload.tiering.kvcr.namespace import SIZE, Namespace, make_namespace
+from vllm.v1.kv_offload.tiering.kvcr.keys import SIZE, KeyCodec, make_codec
 
 ROW = 4096
 FIELDS: dict[str, tuple[Any, Any, str]] = {
@@ -69,8 +69,8 @@ def full_spec(**changes: Any) -> Any:
     )
 
 
-def auto(row_bytes: int = ROW, **changes: Any) -> Namespace:
-    return make_namespace("auto", full_spec(**changes), row_bytes)
+def auto(row_bytes: int = ROW, **changes: Any) -> KeyCodec:
+    return make_codec("auto", full_spec(**changes), row_bytes)
 
 
 def test_the_same_engine_has_the_same_namespace() -> None:
@@ -84,7 +84,7 @@ def test_what_defines_the_bytes_defines_the_namespace(field: str) -> None:
     ours, theirs = auto(), auto(**{field: other})
     assert ours.prefix != theirs.prefix
     foreign = theirs.prefix + key(1)
-    assert called in ours.difference(foreign, len(foreign))
+    assert called in ours.difference(foreign)
 
 
 def test_the_row_size_and_the_hash_seed_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,13 +104,13 @@ OFF = ["off", " OFF\n", False, "false", "False", "no", "None", "NULL", "0", ""]
 
 @pytest.mark.parametrize("option", AUTO)
 def test_a_word_that_means_on_derives_the_namespace(option: Any) -> None:
-    assert make_namespace(option, full_spec(), ROW) == auto()
-    assert make_namespace(option, make_spec(), ROW).prefix == b"", "a partial spec"
+    assert make_codec(option, full_spec(), ROW) == auto()
+    assert make_codec(option, make_spec(), ROW).prefix == b"", "a partial spec"
 
 
 @pytest.mark.parametrize("option", [*OFF, None, " "])
 def test_a_word_that_means_off_is_none(option: Any) -> None:
-    assert make_namespace(option, full_spec(), ROW).prefix == b""
+    assert make_codec(option, full_spec(), ROW).prefix == b""
 
 
 @given(st.text(min_size=1), st.text(min_size=1))
@@ -121,18 +121,18 @@ def test_a_given_text_is_the_whole_namespace(one: str, other: str) -> None:
     switches = {str(word).strip().lower() for word in (*AUTO, *OFF)}
     if {one.strip().lower(), other.strip().lower()} & switches:
         return
-    mine = make_namespace(one, full_spec(), ROW)
+    mine = make_codec(one, full_spec(), ROW)
     assert mine.prefix not in (b"", auto().prefix)
-    assert mine == make_namespace(one, full_spec(model="another"), 2 * ROW)
-    assert (mine == make_namespace(other, full_spec(), ROW)) == (one == other)
+    assert mine == make_codec(one, full_spec(model="another"), 2 * ROW)
+    assert (mine == make_codec(other, full_spec(), ROW)) == (one == other)
 
 
 @given(st.binary(max_size=80))
 def test_no_foreign_key_breaks_the_naming(foreign: bytes) -> None:
     own = len(auto().prefix + key(1))
     for each in (foreign, foreign.ljust(own, b"x")[:own]):
-        assert auto().difference(each, own)
-        assert Namespace().difference(each, own)
+        assert auto().difference(each)
+        assert KeyCodec().difference(each)
 
 
 def test_kvcr_sees_namespaced_keys_and_vllm_does_not() -> None:

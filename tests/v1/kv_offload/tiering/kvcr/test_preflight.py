@@ -14,7 +14,7 @@ import pytest
 from tests.v1.kv_offload.tiering.kvcr.builders import LOCALHOST, free_port, key
 from tests.v1.kv_offload.tiering.kvcr.conftest import LogLines
 from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, Rig, StandinRig
-from vllm.v1.kv_offload.tiering.kvcr.backend import preflight, setup, waiting
+from vllm.v1.kv_offload.tiering.kvcr.backend import preflight, setup, start_messages
 from vllm.v1.kv_offload.tiering.kvcr.compat.nixl import Nixl
 from vllm.v1.kv_offload.tiering.kvcr.config import (
     OptionError,
@@ -274,7 +274,7 @@ def test_a_mute_service_is_told_while_it_is_waited_for(
     import kvcr.control_channels
 
     monkeypatch.setattr(kvcr.control_channels, "_TIMEOUT_SECONDS", 1.0)
-    monkeypatch.setattr(waiting, "_FIRST_S", 0.2)
+    monkeypatch.setattr(start_messages, "_FIRST_S", 0.2)
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(path)
@@ -294,11 +294,11 @@ def test_a_mute_service_is_told_while_it_is_waited_for(
 def test_what_is_quick_is_not_told(
     tier_log: LogLines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "_FIRST_S", 0.05)
-    monkeypatch.setattr(waiting, "_THEN_S", 0.05)
-    with waiting.announced("nothing"):
+    monkeypatch.setattr(start_messages, "_FIRST_S", 0.05)
+    monkeypatch.setattr(start_messages, "_THEN_S", 0.05)
+    with start_messages.announced("nothing"):
         pass
-    with waiting.announced("paint to dry"):
+    with start_messages.announced("paint to dry"):
         time.sleep(0.3)
     lines = [text for text in tier_log.texts() if "waiting for" in text]
     assert len(lines) > 1

@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 
 PACKAGE = Path(shims.__file__).parents[1]
 NAME = "vllm.v1.kv_offload.tiering.kvcr"
-DOOR = {"config", "keys", "namespace", "values"}
+DOOR = {"config", "keys", "values"}
 MAY_USE = {
     "compat": set(),
     "reports": {"compat", *DOOR},
@@ -24,7 +24,6 @@ MAY_USE = {
     "config": {"values"},
     "values": {"peers.endpoints"},
     "keys": set(),
-    "namespace": {"values"},
 }
 
 

@@ -69,7 +69,7 @@ def test_everything_opened_is_closed(
 
 
 @pytest.mark.parametrize(
-    ("module", "part"), [(manager, "ZmqPeerControlChannel"), (pool, "_populate")]
+    ("module", "part"), [(manager, "ZmqPeerControlChannel"), (pool, "populate")]
 )
 def test_a_pool_is_given_back(module: Any, part: str, retained: list[Any]) -> None:
     attempt = Attempt(OSError("no"), module=module, part=part)

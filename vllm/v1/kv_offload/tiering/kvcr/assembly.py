@@ -3,23 +3,17 @@
 """Makes the parts of a tier and connects them to each other and to KVCR."""
 
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vllm.logger import init_logger
-from vllm.v1.kv_offload.base import Locality
-from vllm.v1.kv_offload.tiering.kvcr.backend import preflight, setup
-from vllm.v1.kv_offload.tiering.kvcr.backend.policy import (
-    choose_policy,
-    follows_order,
-    observe,
-)
+from vllm.v1.kv_offload.base import Locality, OffloadingSpec
+from vllm.v1.kv_offload.tiering.kvcr.backend import policy, preflight, setup
 from vllm.v1.kv_offload.tiering.kvcr.backend.start import Backend, Natives
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.config import parse_options
-from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
-from vllm.v1.kv_offload.tiering.kvcr.namespace import make_namespace
+from vllm.v1.kv_offload.tiering.kvcr.keys import make_codec
 from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import AllowedPeers
 from vllm.v1.kv_offload.tiering.kvcr.peers.hints import Hints, own_endpoints
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import Liveness
@@ -41,29 +35,16 @@ from vllm.v1.kv_offload.tiering.kvcr.transfers.results import Results
 from vllm.v1.kv_offload.tiering.kvcr.transfers.staging import Staging
 from vllm.v1.kv_offload.tiering.kvcr.transfers.transfers import Transfers
 
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import OffloadingSpec
-
 logger = init_logger(__name__)
-
-# Without the prefix: a 32-byte hash and a 4-byte group. A hash algorithm with shorter
-# hashes only costs the name of the field that differs.
-_OFFLOAD_KEY_BYTES = 36
 
 
 class Assembly:
-    """A tier's parts, with KVCR running.
-
-    Args:
-        spec: vLLM's offloading spec, which may be partial.
-        view: The primary tier's memory.
-        uncounted_pins: See ``Pins``.
-    """
+    """A tier's parts, with KVCR running. The manager documents the arguments."""
 
     def __init__(
         self,
         natives: Natives,
-        spec: "OffloadingSpec",
+        spec: OffloadingSpec,
         view: memoryview,
         options: dict[str, Any],
         *,
@@ -72,137 +53,138 @@ class Assembly:
         local_rank = spec.config.parallel.data_parallel_rank_local
         config = parse_options(options).for_rank(local_rank)
         self.primary = primary = setup.primary_of(view)
+        row_bytes = primary.row_bytes
         events = spec.kv_events_config
         for warning in setup.warnings(config, events):
             logger.warning("kvcr tier: %s", warning)
         port = config.control_port(local_rank)
-        namespace = make_namespace(config.namespace, spec, primary.row_bytes)
-        self.prefix = namespace.prefix
-        codec = KeyCodec(self.prefix)
+        codec = make_codec(config.namespace, spec, row_bytes)
+        self.prefix = prefix = codec.prefix
         self.locality = Locality(config.locality) if config.locality else None
         agent = f"vllm-{uuid.uuid4().hex}"
-        block_refs = shims.block_refs_factory(agent, primary.address, primary.row_bytes)
+        block_refs = shims.block_refs_factory(agent, primary.address, row_bytes)
 
         # Everything that KVCR's callbacks write to exists before KVCR does.
-        self.health = Health()
-        self.losses = Losses()
+        self.health = health = Health()
+        self.losses = losses = Losses()
         telemetry = config.enable_telemetry
-        self.traffic = Traffic(timed=telemetry)
-        self.quarantine = Quarantine(self.health, config.serves_peers)
+        self.traffic = traffic = Traffic(timed=telemetry)
+        self.quarantine = quarantine = Quarantine(health, config.serves_peers)
         self.inventory = Inventory(codec, self.locality)
-        key_bytes = len(self.prefix) + _OFFLOAD_KEY_BYTES
-        self.pins = Pins(
+        self.pins = pins = Pins(
             codec,
             block_refs,
-            self.losses,
-            self.quarantine,
-            lambda key: namespace.difference(key, key_bytes),
+            losses,
+            quarantine,
+            codec.difference,
             request_prefix=f"kvcr-pin-{agent}-",
             uncounted=uncounted_pins,
         )
         liveness = Liveness()
         gauges = Gauges(
             label_among_tiers(spec),
-            primary.row_bytes,
-            self.health,
-            self.quarantine,
-            lambda: (self.pins.outstanding, self.pins.oldest_age()),
+            row_bytes,
+            health,
+            quarantine,
+            lambda: (pins.outstanding, pins.oldest_age()),
             liveness.count,
         )
-        self.report = Report(self.traffic, self.losses, gauges, primary.row_bytes)
+        self.report = Report(traffic, losses, gauges, row_bytes)
         self.idle_reports = IdleReports(self.report, telemetry)
-        guard = setup.guard_config(config, local_rank, namespace)
-        policy = choose_policy(config.policy, has_files=config.g3 is not None)
-        self.backoff = Backoff(len(self.prefix))
+        guard = setup.guard_config(config, local_rank, codec)
+        kv_policy = policy.choose_policy(config.policy, has_files=config.g3 is not None)
+        self.backoff = backoff = Backoff(len(prefix))
         publishes = config.owns_inventory and events.enable_kv_cache_events
         sinks: list[Sink] = [self.inventory.report] if publishes else []
         self.disk: DiskWatch | None = None
         residency: Residency | None = None
         if config.g3 is not None:
-            self.disk = DiskWatch(self.health, self.losses, config.g3.paths)
-            sinks += [self.disk.report, self.backoff.report, self.traffic.report]
+            self.disk = disk = DiskWatch(health, losses, config.g3.paths)
+            sinks += [disk.report, backoff.report, traffic.report]
+            assert kv_policy is not None
+            policy.observe(
+                kv_policy,
+                "decide_recovery",
+                lambda meta, failure: disk.placement_failed(failure),
+            )
             if config.verify_blocks:
                 residency = Residency()
                 sinks.append(residency.report)
-            assert policy is not None
-            ingested = None if residency is None else residency.ingested
-            observe(policy, ingested, self.disk.placement_failed)
+                policy.observe(kv_policy, "on_ingest", residency.ingested)
         config, made_files = preflight.check(
             natives.kvcr, config, options, primary, port, events.enable_kv_cache_events
         )
         self.config = config
-        self.backend = Backend.start(
+        self.backend = backend = Backend(
             natives,
             config,
             primary,
-            # Not the view, which vLLM releases, but the buffer behind it.
-            primary_buffer=view.obj,
             agent=agent,
             port=port,
             guard=guard,
             made_files=made_files,
             bindings={
-                "request_pin": self.pins.request_pin,
-                "poll_pin_results": self.pins.poll_pin_results,
-                "release_pin": self.pins.release_pin,
-                "cancel_pin_request": self.pins.cancel_pin_request,
+                "request_pin": pins.request_pin,
+                "poll_pin_results": pins.poll_pin_results,
+                "release_pin": pins.release_pin,
+                "cancel_pin_request": pins.cancel_pin_request,
                 "key_adapter": codec,
                 "inventory_sink": sink_of(sinks),
                 "stats_factory": self.idle_reports.new_stats if telemetry else None,
-                "policy": policy,
-                "on_resilience_event": self.quarantine.report,
+                "policy": kv_policy,
+                "on_resilience_event": quarantine.report,
             },
         )
         logger.info("kvcr tier: %s", shims.describe_start())
 
-        self.kvcr = self.backend.kvcr
-        self.hints = Hints(
-            self.kvcr,
+        self.kvcr = kvcr = backend.kvcr
+        host = setup.advertise_host(config)
+        self.hints = hints = Hints(
+            kvcr,
             liveness,
-            self.losses,
-            own_endpoints=own_endpoints(
-                config.control_host, setup.advertise_host(config), port
-            ),
-            max_pull_blocks=setup.max_pull_blocks(config, primary),
+            losses,
+            own_endpoints=own_endpoints(config.control_host, host, port),
+            max_pull_blocks=config.max_pull_blocks or max(1, primary.rows // 2),
             allowed=AllowedPeers(config.allowed_peers),
-            is_incompatible=self.backend.is_incompatible,
+            is_incompatible=backend.is_incompatible,
         )
         # The stand-ins for KVCR in vLLM's tests can deliver but not fetch.
-        stages = hasattr(self.kvcr, "fetch")
-        limits = setup.limits_of(config, primary, self.backend.slots, stages=stages)
+        stages = hasattr(kvcr, "fetch")
+        limits = setup.limits_of(config, primary, backend.slots, stages=stages)
         self.staging = Staging(
-            self.kvcr,
-            limits=limits,
-            liveness=liveness,
-            quarantine=self.quarantine,
-            health=self.health,
-            hinted=self.hints.requests,
+            kvcr,
+            liveness,
+            quarantine,
+            limits,
+            hinted=hints.requests,
+            health=health,
             disk=self.disk,
-            is_lost=self.backend.is_lost,
+            is_lost=backend.is_lost,
         )
         sums = None if residency is None else BlockSums(np.asarray(view), residency)
         self.results = Results(
-            prefix=self.prefix,
-            backoff=self.backoff,
-            losses=self.losses,
-            traffic=self.traffic,
-            block_bytes=primary.row_bytes if telemetry else None,
+            prefix=prefix,
+            backoff=backoff,
+            losses=losses,
+            traffic=traffic,
+            block_bytes=row_bytes if telemetry else None,
         )
         self.transfers = Transfers(
-            self.kvcr,
-            prefix=self.prefix,
+            kvcr,
+            prefix=prefix,
             block_refs=block_refs,
             limits=limits,
             staging=self.staging,
-            hints=self.hints,
+            hints=hints,
             liveness=liveness,
-            quarantine=self.quarantine,
+            quarantine=quarantine,
             results=self.results,
-            losses=self.losses,
-            traffic=self.traffic,
+            losses=losses,
+            traffic=traffic,
             sums=sums,
         )
-        align = getattr(self.kvcr, "align_sequence", None)
         self.recency: Recency | None = None
-        if align is not None and config.has_own_storage and follows_order(policy):
-            self.recency = Recency(align, self.prefix, self.backend.slots)
+        align = getattr(kvcr, "align_sequence", None)
+        ordered = config.has_own_storage and policy.follows_order(kv_policy)
+        if align is not None and ordered:
+            self.recency = Recency(align, prefix, backend.slots)

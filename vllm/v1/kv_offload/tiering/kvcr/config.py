@@ -3,8 +3,8 @@
 """Every option of the tier: typed, validated and documented in one place.
 
 Options are the keys beside ``"type": "kvcr"`` in the tier's configuration. They are
-checked before anything native starts, and each refusal names the option, the value,
-what is allowed and what to do.
+checked before anything native starts, and each refusal, an ``OptionError``, names the
+option, the value, what is allowed and what to do.
 """
 
 import difflib
@@ -94,42 +94,6 @@ class G3Config(_Options):
     backend_options: values.PluginOptions = {}
     """Options for that plugin, such as ``{"use_uring": true}``."""
 
-    def for_rank(self, local_rank: int | None, several: bool) -> "G3Config":
-        """Return a copy that has only the files of one local data-parallel rank.
-
-        Args:
-            several: Whether there are other ranks on this machine.
-
-        Raises:
-            OptionError: that rank has no files of its own.
-        """
-        paths: tuple[Any, ...] = self.paths
-        rank = local_rank or 0
-        if isinstance(paths[0], tuple):
-            if local_rank is None and len(paths) != 1:
-                raise OptionError(
-                    f"kvcr tier: g3.paths has {len(paths)} lists, one for each local "
-                    "data-parallel rank, but this engine has no such ranks; give one "
-                    "list of paths"
-                )
-            if rank >= len(paths):
-                raise OptionError(
-                    f"kvcr tier: g3.paths has {len(paths)} lists, but local "
-                    f"data-parallel rank {rank} needs at least {rank + 1}, one for "
-                    "each local rank"
-                )
-            paths = paths[rank]
-        elif rank or several:
-            for path in paths:
-                if values.RANK not in str(path):
-                    raise OptionError(
-                        f"kvcr tier: g3.paths: local data-parallel rank {rank} would "
-                        f"share {str(path)!r} with the other ranks; put {values.RANK} "
-                        "into the path, or give a list of paths for each rank"
-                    )
-        own = tuple(Path(str(path).replace(values.RANK, str(rank))) for path in paths)
-        return self.model_copy(update={"paths": own})
-
 
 class TierConfig(_Options):
     """All options. Times are in milliseconds, sizes in bytes, pools in chunks."""
@@ -208,7 +172,7 @@ class TierConfig(_Options):
     recently used block goes first; with files, a block that is in a file already counts
     as a minute older, so that reads need not wait for writes."""
 
-    kvcr_service_socket_path: values.SocketPath | None = None
+    kvcr_service_socket_path: values.FilePath | None = None
     """Use the pool of the KVCR service that listens on this socket instead of a pool of
     this engine's own. Takes precedence over ``secondary_g2_slots`` and
     ``secondary_g2_bytes``; needs ``control_ports``."""
@@ -277,9 +241,8 @@ class TierConfig(_Options):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TierConfig":
-        if (self.kvcr_service_socket_path is None) != (
-            self.compatibility_digest is None
-        ):
+        has_service = self.kvcr_service_socket_path is not None
+        if has_service != (self.compatibility_digest is not None):
             raise ValueError(
                 "kvcr_service_socket_path and compatibility_digest must be configured "
                 "together: blocks outlive the engine in the service's pool, and the "
@@ -305,12 +268,12 @@ class TierConfig(_Options):
                     f"{sorted(missing)}, which is needed to serve peers "
                     "(control_ports); add it, or leave control_ports out"
                 )
-        if self.kvcr_service_socket_path is not None and not self.serves_peers:
+        if has_service and not self.serves_peers:
             raise ValueError(
                 "kvcr_service_socket_path needs control_ports: the service answers on "
                 "that port when this engine is gone"
             )
-        if self.kvcr_service_socket_path is not None and self.control_secret_file:
+        if has_service and self.control_secret_file:
             raise ValueError(
                 "control_secret_file cannot be combined with kvcr_service_socket_path: "
                 "the service, which answers peers when this engine is gone, does not "
@@ -322,8 +285,8 @@ class TierConfig(_Options):
                 f"secondary_g2_bytes ({self.secondary_g2_bytes}) both set the pool's "
                 "size; give only one"
             )
-        # KVCR itself refuses files without a pool; see ``setup.files_refused``.
-        if not self.serves_peers and not self.has_own_storage and self.g3 is None:
+        # KVCR itself refuses files without a pool; see ``start_messages.explain``.
+        if not self.serves_peers and not self.owns_inventory:
             raise ValueError(
                 "the tier would have nothing to do: give secondary_g2_slots or "
                 "secondary_g2_bytes (a pool in host DRAM), control_ports (serve "
@@ -378,39 +341,54 @@ class TierConfig(_Options):
         return min(given or _PULL_TIMEOUT_MS, self.operation_timeout)
 
     def for_rank(self, local_rank: int | None) -> "TierConfig":
-        """Return a copy that has only the files of data-parallel rank ``local_rank``.
-
-        Raises:
-            OptionError: that rank has no files of its own.
-        """
+        """Return a copy that has only the files of one local data-parallel rank."""
         if self.g3 is None:
             return self
-        several = len(self.control_ports or ()) > 1
-        g3 = self.g3.for_rank(local_rank, several)
+        paths: tuple[Any, ...] = self.g3.paths
+        rank = local_rank or 0
+        if isinstance(paths[0], tuple):
+            if local_rank is None and len(paths) != 1:
+                raise OptionError(
+                    f"kvcr tier: g3.paths has {len(paths)} lists, one for each local "
+                    "data-parallel rank, but this engine has no such ranks; give one "
+                    "list of paths"
+                )
+            if rank >= len(paths):
+                raise OptionError(
+                    f"kvcr tier: g3.paths has {len(paths)} lists, but local "
+                    f"data-parallel rank {rank} needs at least {rank + 1}, one for "
+                    "each local rank"
+                )
+            paths = paths[rank]
+        elif rank or len(self.control_ports or ()) > 1:
+            for path in paths:
+                if values.RANK not in str(path):
+                    raise OptionError(
+                        f"kvcr tier: g3.paths: local data-parallel rank {rank} would "
+                        f"share {str(path)!r} with the other ranks; put {values.RANK} "
+                        "into the path, or give a list of paths for each rank"
+                    )
+        own = tuple(Path(str(path).replace(values.RANK, str(rank))) for path in paths)
+        g3 = self.g3.model_copy(update={"paths": own})
         return self.model_copy(update={"g3": g3})
 
     def control_port(self, local_rank: int | None) -> int | None:
-        """The port of data-parallel rank ``local_rank`` on this machine.
-
-        Raises:
-            OptionError: there is no port for that rank, or no single one without ranks.
-        """
+        """The control port of one local data-parallel rank."""
         ports = self.control_ports
         if ports is None:
             return None
-        if local_rank is None:
-            if len(ports) != 1:
-                raise OptionError(
-                    f"control_ports ({list(ports)}): exactly one port is needed "
-                    "without local data-parallel ranks"
-                )
-            return ports[0]
-        if not 0 <= local_rank < len(ports):
+        if local_rank is None and len(ports) != 1:
             raise OptionError(
-                f"control_ports ({list(ports)}): local data-parallel rank {local_rank} "
-                f"needs at least {local_rank + 1} ports, one for each local rank"
+                f"control_ports ({list(ports)}): exactly one port is needed "
+                "without local data-parallel ranks"
             )
-        return ports[local_rank]
+        rank = local_rank or 0
+        if not 0 <= rank < len(ports):
+            raise OptionError(
+                f"control_ports ({list(ports)}): local data-parallel rank {rank} "
+                f"needs at least {rank + 1} ports, one for each local rank"
+            )
+        return ports[rank]
 
 
 def parse_options(options: Mapping[str, Any]) -> TierConfig:
@@ -423,8 +401,10 @@ def parse_options(options: Mapping[str, Any]) -> TierConfig:
     try:
         return TierConfig.model_validate(dict(options))
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=True)
-        raise _option_error(faults) from error
+        faults = error.errors(include_url=False)
+        wrong_type = all(fault["type"].endswith("_type") for fault in faults)
+        kind = OptionTypeError if wrong_type else OptionError
+        raise kind(f"kvcr tier: {'; '.join(map(_describe, faults))}") from error
 
 
 def telemetry_enabled(options: Mapping[str, Any]) -> bool:
@@ -438,24 +418,16 @@ def telemetry_enabled(options: Mapping[str, Any]) -> bool:
         ) from error
 
 
-def _option_error(faults: list[Any]) -> OptionError:
-    messages = [_describe(fault) for fault in faults]
-    wrong_type = all(fault["type"].endswith("_type") for fault in faults)
-    kind = OptionTypeError if wrong_type else OptionError
-    return kind("kvcr tier: " + "; ".join(messages))
-
-
 def _describe(fault: Any) -> str:
     path = [part for part in fault["loc"] if isinstance(part, str)]
     name = ".".join(path)
     if not name.isprintable():
         name = repr(name)
     if fault["type"] == "extra_forbidden":
-        model: type[BaseModel] = G3Config if path[:1] == ["g3"] else TierConfig
-        prefix = "g3." if model is G3Config else ""
         if path[-1] in _ELSEWHERE:
             return f"{name} is {_ELSEWHERE[path[-1]]}"
-        known = sorted(model.model_fields)
+        prefix = "g3." if path[0] == "g3" else ""
+        known = sorted((G3Config if prefix else TierConfig).model_fields)
         near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         if near:
             return f"unknown option {name}, did you mean {prefix}{near[0]}?"

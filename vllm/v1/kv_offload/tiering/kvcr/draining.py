@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from vllm.logger import init_logger
-from vllm.v1.kv_offload.tiering.kvcr.backend.closing import Closer
+from vllm.v1.kv_offload.tiering.kvcr.backend.start import Backend
 from vllm.v1.kv_offload.tiering.kvcr.peers.pins import Pins
 from vllm.v1.kv_offload.tiering.kvcr.reports.health import Health
 from vllm.v1.kv_offload.tiering.kvcr.transfers.results import Results
@@ -23,7 +23,7 @@ def wait_until_unused(
     results: Results,
     pins: Pins,
     health: Health,
-    closer: Closer,
+    backend: Backend,
     patience_s: float,
     give_up_after_s: float | None,
 ) -> bool:
@@ -48,7 +48,7 @@ def wait_until_unused(
             )
             continue
         if give_up_after_s is not None and (
-            waited > give_up_after_s or closer.quiescent is False
+            waited > give_up_after_s or backend.quiescent is False
         ):
             return False
         if now - warned >= _WARNING_INTERVAL_S:

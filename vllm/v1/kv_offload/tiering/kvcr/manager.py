@@ -86,7 +86,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
     """KVCR as a secondary tier.
 
     Args:
-        offloading_spec: vLLM's offloading spec. It may be partial; see ``namespace``.
+        offloading_spec: vLLM's offloading spec. It may be partial; see ``keys``.
         primary_kv_view: The primary tier, shape ``(num_chunks, row_stride_bytes)``.
         tier_type: The name that the tier is registered by.
         backpressure_detector: vLLM's, made from the option ``backpressure``.
@@ -380,7 +380,7 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         if self._shut_down:
             return
         if not self._usable:
-            if self._backend.closer.quiescent:
+            if self._backend.quiescent:
                 self._native_stopped()
             return
         transfers = self._transfers
@@ -410,18 +410,18 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
             results=self._results,
             pins=self._pins,
             health=self._health,
-            closer=self._backend.closer,
+            backend=self._backend,
             patience_s=self._config.abandon_timeout / 1000,
             give_up_after_s=give_up_after_s,
         )
 
     def _fail(self, error: BaseException) -> None:
-        """Stop using KVCR for good. Its native code may still run; see ``Closer``."""
+        """Stop using KVCR for good. Its native code may still run; see ``Backend``."""
         if not self._usable:
             return
         self._health.fail(error)
         self._give_up()
-        self._backend.closer.start()
+        self._backend.start_closing()
 
     def _give_up(self) -> None:
         """End whatever can be ended, and answer as if KVCR held nothing."""

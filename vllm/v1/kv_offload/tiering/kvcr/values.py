@@ -8,18 +8,12 @@ the value in front of it.
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    PlainValidator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from vllm.v1.kv_offload.tiering.kvcr.peers.endpoints import peer_pattern
@@ -32,13 +26,9 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|file:")
 _HOST = re.compile(r"[\w.-]+")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtpe])(i?))?b?", re.IGNORECASE)
 # NIXL accepts a plugin's name only in this spelling.
-_PLUGINS = {
-    name.lower(): name
-    for name in (
-        *("UCX", "LIBFABRIC", "Mooncake", "UCCL", "GPUNETIO"),
-        *("POSIX", "GDS", "GDS_MT", "HF3FS", "GUSLI", "INFINIA", "OBJ", "AZURE_BLOB"),
-    )
-}
+_MEMORY = ("UCX", "LIBFABRIC", "Mooncake", "UCCL", "GPUNETIO")
+_FILES = ("POSIX", "GDS", "GDS_MT", "HF3FS", "GUSLI", "INFINIA", "OBJ", "AZURE_BLOB")
+_PLUGINS = {name.lower(): name for name in (*_MEMORY, *_FILES)}
 
 
 def _wrong_type(message: str) -> PydanticCustomError:
@@ -195,14 +185,18 @@ def _plugin_options(value: Any) -> Any:
     """Convert to text, as NIXL needs it; it would read ``True`` as false."""
     if not isinstance(value, Mapping):
         return value
-    words = {"True": "true", "False": "false"}
     read = {}
     for key, each in value.items():
         if not isinstance(each, (str, bool, int, float)):
             raise ValueError(f"{key!r}: {each!r} is not text, a number or a boolean")
         text = str(no_variable(str(each).strip()))
-        read[key] = words.get(text.capitalize(), text)
+        read[key] = text.lower() if text.lower() in ("true", "false") else text
     return read
+
+
+def _read(by: Callable[[Any], Any], written: Any) -> BeforeValidator:
+    """Have ``by`` convert a value, whose type the JSON schema shows as ``written``."""
+    return BeforeValidator(by, json_schema_input_type=written)
 
 
 # Constraints inside the innermost Annotated become part of the JSON schema.
@@ -212,59 +206,30 @@ _SIZE_TEXT = Annotated[
 ]
 _ONE_UP = Annotated[int, Field(gt=0)]
 _ZERO_UP = Annotated[int, Field(ge=0)]
-Count = Annotated[
-    _ONE_UP, BeforeValidator(_no_bool, json_schema_input_type=_ONE_UP | _NUMBER)
-]
-CountOrNone = Annotated[
-    _ZERO_UP, BeforeValidator(_no_bool, json_schema_input_type=_ZERO_UP | _NUMBER)
-]
 _UP_TO_1000 = Annotated[int, Field(ge=0, le=1000)]
-Delay = Annotated[
-    _UP_TO_1000, BeforeValidator(_no_bool, json_schema_input_type=_UP_TO_1000 | _NUMBER)
-]
-Size = Annotated[
-    _ONE_UP, BeforeValidator(_size, json_schema_input_type=_ONE_UP | _SIZE_TEXT)
-]
-SizeOrNone = Annotated[
-    _ZERO_UP, BeforeValidator(_size, json_schema_input_type=_ZERO_UP | _SIZE_TEXT)
-]
+Count = Annotated[_ONE_UP, _read(_no_bool, _ONE_UP | _NUMBER)]
+CountOrNone = Annotated[_ZERO_UP, _read(_no_bool, _ZERO_UP | _NUMBER)]
+Delay = Annotated[_UP_TO_1000, _read(_no_bool, _UP_TO_1000 | _NUMBER)]
+Size = Annotated[_ONE_UP, _read(_size, _ONE_UP | _SIZE_TEXT)]
+SizeOrNone = Annotated[_ZERO_UP, _read(_size, _ZERO_UP | _SIZE_TEXT)]
 Text = Annotated[str, AfterValidator(no_variable), Field(min_length=1)]
 Host = Annotated[str, AfterValidator(_host)]
 DialableHost = Annotated[str, AfterValidator(_dialable)]
-SocketPath = Annotated[str, AfterValidator(_path)]
 FilePath = Annotated[str, AfterValidator(_path)]
 Plugin = Annotated[str, AfterValidator(_plugin)]
 _PORT = Annotated[int, Field(ge=1, le=65535)]
 _PORT_TEXT = Annotated[str, Field(pattern=r"^ *[0-9]+ *(, *[0-9]+ *)*$")]
+_PORT_LIST = Annotated[list[_PORT | _NUMBER], Field(min_length=1)]
 _Port = Annotated[_PORT, BeforeValidator(_no_bool)]
-Ports = Annotated[
-    tuple[_Port, ...],
-    BeforeValidator(
-        _ports,
-        json_schema_input_type=(
-            _PORT | _PORT_TEXT | Annotated[list[_PORT | _NUMBER], Field(min_length=1)]
-        ),
-    ),
-]
-Names = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...],
-    BeforeValidator(one_or_more, json_schema_input_type=str | list[str]),
-]
-Peers = Annotated[
-    tuple[
-        Annotated[str, AfterValidator(no_variable), AfterValidator(peer_pattern)], ...
-    ],
-    BeforeValidator(one_or_more, json_schema_input_type=str | list[str]),
-    Field(min_length=1),
-]
+Ports = Annotated[tuple[_Port, ...], _read(_ports, _PORT | _PORT_TEXT | _PORT_LIST)]
+_ONE_OR_MORE = _read(one_or_more, str | list[str])
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], _ONE_OR_MORE]
+_Peer = Annotated[str, AfterValidator(no_variable), AfterValidator(peer_pattern)]
+Peers = Annotated[tuple[_Peer, ...], _ONE_OR_MORE, Field(min_length=1)]
 G3Paths = Annotated[
     tuple[Path, ...],
     PlainValidator(_g3_paths, json_schema_input_type=str | list[str] | list[list[str]]),
 ]
-PluginOptions = Annotated[
-    dict[str, str],
-    BeforeValidator(
-        _plugin_options, json_schema_input_type=dict[str, str | bool | int | float]
-    ),
-]
+_PLAIN = str | bool | int | float
+PluginOptions = Annotated[dict[str, str], _read(_plugin_options, dict[str, _PLAIN])]
 MAPPING = BeforeValidator(_mapping)

@@ -21,8 +21,6 @@ from vllm.v1.kv_offload.tiering.kvcr.config import OptionError
 
 logger = init_logger(__name__)
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 def prepare(paths: Sequence[Path], size: int, *, kept: bool) -> list[Path]:
     """Get every file ready for KVCR, which extends an empty one to ``size``.
@@ -39,15 +37,15 @@ def prepare(paths: Sequence[Path], size: int, *, kept: bool) -> list[Path]:
     """
     made: list[Path] = []
     try:
-        if kept:
-            _check_room({path: _look_at(path, size) for path in paths}, size)
-            return made
         with ExitStack() as opened:
-            descriptors = {path: _open(path, made, opened) for path in paths}
-            found = {path: os.fstat(each) for path, each in descriptors.items()}
+            found = {
+                path: _look_at(path, size) if kept else _open(path, made, opened)
+                for path in paths
+            }
             _check_room(found, size)
             for path, status in found.items():
-                if status.st_size not in (0, size):
+                # Never a file that a service keeps, which ``_look_at`` has refused.
+                if status is not None and status.st_size not in (0, size):
                     logger.warning(
                         "kvcr tier: g3.paths: %s has %d bytes and is recreated with "
                         "%d; its old contents are not used",
@@ -55,7 +53,7 @@ def prepare(paths: Sequence[Path], size: int, *, kept: bool) -> list[Path]:
                         status.st_size,
                         size,
                     )
-                    os.ftruncate(descriptors[path], 0)
+                    os.truncate(path, 0)
     except BaseException:
         remove(made)
         raise
@@ -72,7 +70,7 @@ def remove(made: Iterable[Path]) -> None:
 def explain(error: OSError, paths: Sequence[Path], size: int) -> OptionError | None:
     """Explain why KVCR could not open its files after all."""
     names = ", ".join(map(str, paths))
-    if error.errno in _NO_ROOM:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return _refusal(
             f"{names}: there is no room for {size:,} bytes each ({error.strerror}); "
             "make g3.capacity_bytes_per_file smaller, or free space"
@@ -130,7 +128,7 @@ def _look_at(path: Path, size: int) -> os.stat_result | None:
     return found
 
 
-def _open(path: Path, made: list[Path], opened: ExitStack) -> int:
+def _open(path: Path, made: list[Path], opened: ExitStack) -> os.stat_result:
     """Open and lock a file for this engine alone; create it if it does not exist."""
     try:
         there = _check_kind(path)
@@ -145,12 +143,12 @@ def _open(path: Path, made: list[Path], opened: ExitStack) -> int:
         except BlockingIOError:
             raise _refusal(f"{path}: {_in_use(_holder(descriptor))}") from None
         _check_direct(path)
+        return os.fstat(descriptor)
     except OSError as error:
         raise _refusal(
             f"{path}: {error.strerror}; give a file that this user may write, on a "
             "filesystem that supports locks"
         ) from error
-    return descriptor
 
 
 def _check_direct(path: Path) -> None:
@@ -168,18 +166,16 @@ def _check_direct(path: Path) -> None:
 def _check_room(found: Mapping[Path, os.stat_result | None], size: int) -> None:
     """Check that each filesystem has room for the files that have to be extended."""
     together: dict[int, list[Path]] = {}
-    had: dict[int, int] = {}
     for path, status in found.items():
-        if status is not None and status.st_size == size:
-            continue
-        device = _target(path).parent.stat().st_dev
-        together.setdefault(device, []).append(path)
-        # A file of another size frees its blocks first.
-        blocks = 0 if status is None else status.st_blocks
-        had[device] = had.get(device, 0) + 512 * blocks
-    for device, paths in together.items():
+        if status is None or status.st_size != size:
+            device = _target(path).parent.stat().st_dev
+            together.setdefault(device, []).append(path)
+    for paths in together.values():
         room = os.statvfs(_target(paths[0]).parent)
-        free = room.f_bavail * room.f_frsize + had[device]
+        # A file of another size frees its blocks first.
+        statuses = [status for path in paths if (status := found[path])]
+        freed = sum(512 * status.st_blocks for status in statuses)
+        free = room.f_bavail * room.f_frsize + freed
         needed = size * len(paths)
         if needed > free:
             raise _refusal(
@@ -199,28 +195,22 @@ def _in_use(by: str) -> str:
 def _holder(descriptor: int) -> str:
     """The process that locked a file, as far as this container can see it."""
     found = os.fstat(descriptor)
-    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
-    wanted = f"{device}:{found.st_ino}"
+    major, minor = os.major(found.st_dev), os.minor(found.st_dev)
+    wanted = f"{major:02x}:{minor:02x}:{found.st_ino}"
     with suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()
             if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == wanted:
-                own = int(fields[4]) == os.getpid()
-                return (
-                    "another tier or path of this engine"
-                    if own
-                    else (f"another engine, process {fields[4]}")
-                )
+                if int(fields[4]) == os.getpid():
+                    return "another tier or path of this engine"
+                return f"another engine, process {fields[4]}"
     return "another engine"
 
 
 def _filesystem(path: Path) -> str:
     with suppress(Exception):
-        mounts = [
-            mount
-            for mount in psutil.disk_partitions(all=True)
-            if path.is_relative_to(mount.mountpoint)
-        ]
-        longest = max(mounts, key=lambda mount: len(mount.mountpoint))
-        return f"its filesystem, {longest.fstype},"
+        mounts = psutil.disk_partitions(all=True)
+        above = [mount for mount in mounts if path.is_relative_to(mount.mountpoint)]
+        nearest = max(above, key=lambda mount: len(mount.mountpoint))
+        return f"its filesystem, {nearest.fstype},"
     return "its filesystem"

@@ -4,15 +4,10 @@
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
-from kvcr.policy import (
-    FIFOPolicy,
-    G3FIFOPolicy,
-    G3LRUPolicy,
-    KVCachePolicy,
-    LRUPolicy,
-)
-from kvcr.types import BlockMeta, CacheTier, PlacementDecision, PlacementFailure
+from kvcr.policy import FIFOPolicy, G3FIFOPolicy, G3LRUPolicy, KVCachePolicy, LRUPolicy
+from kvcr.types import BlockMeta, CacheTier
 
 BUILT_IN: dict[str, type[KVCachePolicy]] = {
     "fifo": FIFOPolicy,
@@ -20,7 +15,6 @@ BUILT_IN: dict[str, type[KVCachePolicy]] = {
     "g3_fifo": G3FIFOPolicy,
     "g3_lru": G3LRUPolicy,
 }
-
 
 # A block that is in a file counts as this much older than it is. Longer than the reads
 # that should find room without a write, and short enough that a block in frequent use
@@ -46,9 +40,7 @@ def choose_policy(name: str | None, *, has_files: bool) -> KVCachePolicy | None:
     """The policy for KVCR, or ``None`` to leave the choice to KVCR.
 
     Raises:
-        ValueError: the name is unknown or cannot be imported, or the policy does not
-            suit files.
-        TypeError: it does not name a ``KVCachePolicy`` class.
+        ValueError, TypeError: the name cannot be used, or not with files.
     """
     if name is None:
         return CleanFirstPolicy() if has_files else None
@@ -71,40 +63,25 @@ def follows_order(policy: KVCachePolicy | None) -> bool:
     return type(policy) not in (FIFOPolicy, G3FIFOPolicy)
 
 
-def observe(
-    policy: KVCachePolicy,
-    ingested: Callable[[BlockMeta, CacheTier], None] | None,
-    failed: Callable[[PlacementFailure], None],
-) -> None:
-    """Report what KVCR tells only its policy, by wrapping hooks of ``policy``.
+def observe(policy: KVCachePolicy, hook: str, report: Callable[..., None]) -> None:
+    """Have ``report`` called with the arguments of each call of a policy's hook.
 
-    Args:
-        ingested: Called for each block whose first copy enters KVCR, with its source.
-        failed: Called for each block that could not be moved to a file.
+    KVCR tells only its policy where blocks come from and which it could not move.
     """
-    on_ingest, decide_recovery = policy.on_ingest, policy.decide_recovery
+    own = getattr(policy, hook)
 
-    def tell_ingested(meta: BlockMeta, source: CacheTier) -> None:
-        assert ingested is not None
-        ingested(meta, source)
-        on_ingest(meta, source)
-
-    def tell_failed(meta: BlockMeta, failure: PlacementFailure) -> PlacementDecision:
-        failed(failure)
-        return decide_recovery(meta, failure)
+    def observed(*arguments: Any) -> Any:
+        report(*arguments)
+        return own(*arguments)
 
     # Replaced on the object, which keeps its class and any hooks that a later kvcr
     # adds.
-    if ingested is not None:
-        policy.on_ingest = tell_ingested  # type: ignore[method-assign]
-    policy.decide_recovery = tell_failed  # type: ignore[method-assign]
+    setattr(policy, hook, observed)
 
 
 def _policy_class(name: str) -> type[KVCachePolicy]:
-    """The class called ``name``: a built-in one or ``module.Class``."""
-    built_in = BUILT_IN.get(name)
-    if built_in is not None:
-        return built_in
+    if name in BUILT_IN:
+        return BUILT_IN[name]
     module_name, _, class_name = name.rpartition(".")
     if not module_name or not class_name:
         raise ValueError(

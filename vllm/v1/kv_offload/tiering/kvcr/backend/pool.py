@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The host memory of KVCR's pool: allocates, populates and frees it."""
+"""The host memory of KVCR's pool: checks that it fits, and populates it."""
 
 import ctypes
 import errno
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,71 +20,31 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _STEP_BYTES = 256 << 20
 _PROGRESS_INTERVAL_S = 2.0
 _CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS = (  # version 2, then version 1
+    (_CGROUP, "max", "current", "inactive_file"),
+    (_CGROUP / "memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+)
 
 
-class PoolMemory:
-    """Anonymous memory at a fixed address.
-
-    Args:
-        allocate: ``mmap.mmap``, called with ``(-1, size)``.
-        size: Bytes.
-        option: The option that set the size, for messages.
-        populate: Back all of it with memory now. Otherwise that happens page by page
-            during the first stores, on KVCR's only thread, at a fraction of the speed.
-
-    Raises:
-        ValueError: this machine, or this container, does not have enough memory.
-    """
-
-    def __init__(
-        self,
-        allocate: Callable[[int, int], Any],
-        size: int,
-        option: str,
-        populate: bool,
-    ) -> None:
-        available = available_memory()
-        if size > available:
-            raise ValueError(
-                f"{option}: the pool needs {size:,} bytes, but only {available:,} are "
-                "available on this machine or to this container; make it smaller"
-            )
-        self.size = size
-        self.buffer = allocate(-1, size)
-        exported = ctypes.c_char.from_buffer(self.buffer)
-        self.address = ctypes.addressof(exported)
-        # While it exists, the buffer cannot be closed.
-        del exported
-        if populate:
-            try:
-                _populate(self.address, size)
-            except BaseException:
-                self.free()
-                raise
-
-    def free(self) -> None:
-        """Free the memory, which nothing may touch any more."""
-        self.buffer.close()
+def check_room(size: int, option: str) -> None:
+    """Raise a ``ValueError``, which names ``option``, if a pool does not fit."""
+    available = available_memory()
+    if size > available:
+        raise ValueError(
+            f"{option}: the pool needs {size:,} bytes, but only {available:,} are "
+            "available on this machine or to this container; make it smaller"
+        )
 
 
 def available_memory() -> int:
     """Bytes that can still be allocated, within the container's limit."""
     available = psutil.virtual_memory().available
-    for limit_file, used_file, stat_file, cache in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    ):
+    for folder, limit_name, used_name, cache in _CGROUPS:
         try:
-            limit = int((_CGROUP / limit_file).read_text())
-            used = int((_CGROUP / used_file).read_text())
-            stat = dict(
-                line.split() for line in (_CGROUP / stat_file).read_text().splitlines()
-            )
+            limit = int((folder / f"memory.{limit_name}").read_text())
+            used = int((folder / f"memory.{used_name}").read_text())
+            lines = (folder / "memory.stat").read_text().splitlines()
+            stat = dict(line.split() for line in lines)
         except (OSError, ValueError):  # no such controller, or "max"
             continue
         # The kernel reclaims inactive file pages before it refuses memory.
@@ -94,7 +53,18 @@ def available_memory() -> int:
     return available
 
 
-def _populate(address: int, size: int) -> None:
+def address_of(buffer: Any) -> int:
+    # Nothing exported may remain, because then the buffer could not be closed.
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def populate(buffer: Any) -> None:
+    """Back all of a buffer with memory now.
+
+    Otherwise that happens page by page during the first stores, on KVCR's only thread,
+    at a fraction of the speed.
+    """
+    address, size = address_of(buffer), len(buffer)
     # A ctypes call releases the GIL, so other threads can still meet their deadlines.
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -12,7 +12,7 @@ import ipaddress
 import os
 import resource
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ from vllm.v1.kv_offload.tiering.kvcr.config import OptionError, TierConfig
 
 logger = init_logger(__name__)
 
-_GDS = "GDS_MT"
-_POSIX = "POSIX"
 _RDMA = Path("/sys/class/infiniband")
 # Measured over TCP: UCX takes 2 s to open 20 interfaces and, for 60, more than the 30 s
 # that KVCR waits. With more than about 120 it fails with NIXL_ERR_BACKEND.
@@ -51,26 +49,20 @@ def check(
 
     Returns:
         The options, completed by choices that were made here, and the files that were
-        made for this start. ``files.remove`` removes them if the start fails.
-
-    Raises:
-        OptionError: names the option, its value and what to do.
+        made for this start, for ``files.remove`` if it fails.
     """
     if kvcr is not KVCR:
         return config, []
     for warning in warnings(config, options, primary, publishes):
         logger.warning_once("kvcr tier: %s", warning)
-    if port is not None and config.kvcr_service_socket_path is None:
+    has_service = config.kvcr_service_socket_path is not None
+    if port is not None and not has_service:
         check_port(config.control_host, port)
     config = check_plugins(config, Nixl())
     if config.g3 is None or not config.has_own_storage:
         return config, []
-    made = files.prepare(
-        config.g3.paths,
-        setup.g3_file_bytes(config.g3, primary),
-        kept=config.kvcr_service_socket_path is not None,
-    )
-    return config, made
+    size = setup.g3_file_bytes(config.g3, primary)
+    return config, files.prepare(config.g3.paths, size, kept=has_service)
 
 
 def check_port(host: str, port: int) -> None:
@@ -78,19 +70,18 @@ def check_port(host: str, port: int) -> None:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
+        text = f"control_ports: port {port} on {host} "
         if error.errno == errno.EADDRINUSE:
-            reason = "is in use; give another, or end the process that listens there"
+            text += "is in use; give another, or end the process that listens there"
         elif error.errno == errno.EACCES:
-            reason = "may not be used by this user; give one above 1023"
+            text += "may not be used by this user; give one above 1023"
         else:
-            raise OptionError(
-                f"kvcr tier: control_host = {host!r}: this machine cannot listen there "
+            text = (
+                f"control_host = {host!r}: this machine cannot listen there "
                 f"({error.strerror or error}); give an address of this machine, or "
                 "leave it out to listen on all of them"
-            ) from error
-        raise OptionError(
-            f"kvcr tier: control_ports: port {port} on {host} {reason}"
-        ) from error
+            )
+        raise OptionError(f"kvcr tier: {text}") from error
 
 
 def check_plugins(config: TierConfig, nixl: Nixl) -> TierConfig:
@@ -105,36 +96,32 @@ def check_plugins(config: TierConfig, nixl: Nixl) -> TierConfig:
     if config.g3.backend is not None:
         _check_plugin("g3.backend", config.g3.backend, "FILE_SEG", nixl)
         return config
-    reason = nixl.why_unusable(_GDS, config.g3.backend_options)
+    reason = nixl.why_unusable("GDS_MT", config.g3.backend_options)
     if reason is None:
         return config
     logger.warning_once(
-        "kvcr tier: g3.backend is not set and %s cannot be used here (%s), so %s reads "
-        "and writes the files. To silence this warning, set g3.backend to %s, or "
-        "install GPUDirect Storage",
-        _GDS,
+        "kvcr tier: g3.backend is not set and GDS_MT cannot be used here (%s), so "
+        "POSIX reads and writes the files. To silence this warning, set g3.backend to "
+        "POSIX, or install GPUDirect Storage",
         reason,
-        _POSIX,
-        _POSIX,
     )
-    g3 = config.g3.model_copy(update={"backend": _POSIX})
+    g3 = config.g3.model_copy(update={"backend": "POSIX"})
     return config.model_copy(update={"g3": g3})
 
 
 def _check_plugin(option: str, name: str, kind: str, nixl: Nixl) -> None:
-    if nixl.names is None or nixl.memory(name) is None:
+    kinds, names = nixl.memory(name), nixl.names
+    if kinds is None or names is None or kind in kinds:
         return
-    if kind in (nixl.memory(name) or ()):
-        return
-    if name not in nixl.names:
+    if name not in names:
         reason = "this NIXL has no such plugin"
-    elif not nixl.memory(name):
+    elif not kinds:
         reason = (
             "this plugin cannot be loaded, because something that it needs is missing"
         )
     else:
         reason = "this plugin cannot be used for this"
-    usable = [each for each in nixl.names if kind in (nixl.memory(each) or ())]
+    usable = [each for each in names if kind in (nixl.memory(each) or ())]
     raise OptionError(
         f"kvcr tier: {option} = {name!r}: {reason}; usable here: "
         f"{', '.join(usable) or 'none'}"
@@ -148,40 +135,51 @@ def warnings(
     publishes: bool,
 ) -> list[str]:
     """List what does not prevent a start but may not work as intended."""
+    peers = _peer_warnings(config, options, publishes) if config.serves_peers else ()
+    uses_ucx = "UCX" in (config.local_dram_backend, config.remote_fw_dram_backend)
     found = [
-        *_peer_warnings(config),
-        _router_warning(config, options, publishes),
+        *peers,
         _locked_memory_warning(config, primary),
+        interfaces_warning() if uses_ucx else None,
     ]
-    if "UCX" in (config.local_dram_backend, config.remote_fw_dram_backend):
-        found.append(interfaces_warning())
     return [warning for warning in found if warning is not None]
 
 
-def _peer_warnings(config: TierConfig) -> list[str]:
-    if not config.serves_peers:
-        return []
-    found = []
+def _peer_warnings(
+    config: TierConfig, options: Mapping[str, Any], publishes: bool
+) -> Iterator[str]:
     if os.getenv("PYTHONHASHSEED") is None:
-        found.append(
+        yield (
             "peers are served but PYTHONHASHSEED is not set: with a non-cryptographic "
             "hash algorithm (xxhash) every engine hashes the same block differently, "
             "and peers' blocks are never found. Set it to the same value in all engines"
         )
     if os.getenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1").strip() == "0":
-        found.append(
+        yield (
             "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0, so KV events carry block hashes "
             "as bytes, but KVCR's hints take only 64-bit integers and will not match. "
             "Unset it"
         )
     host = config.control_advertise_host
     if host is not None and _is_loopback(host):
-        found.append(
+        yield (
             f"control_advertise_host = {host!r} is a loopback address: a peer on "
             "another machine that dials it reaches its own machine. Give an address of "
             "this machine that peers can reach"
         )
-    return found
+    unlisted = [
+        name
+        for name in ("control_ports", "router_capabilities")
+        if not isinstance(options.get(name), (list, tuple))
+    ]
+    if publishes and unlisted:
+        yield (
+            f"KV events are on and peers are served, but {' and '.join(unlisted)} "
+            f"{'is' if len(unlisted) == 1 else 'are'} not given as a list. Dynamo's "
+            "router reads both from the tier's options and sends no hints to an engine "
+            'without them. Give "router_capabilities": ["router_hint"] and '
+            "control_ports as lists"
+        )
 
 
 def _is_loopback(host: str) -> bool:
@@ -189,26 +187,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost" or host.lower().startswith("localhost.")
-
-
-def _router_warning(
-    config: TierConfig, options: Mapping[str, Any], publishes: bool
-) -> str | None:
-    if not (config.serves_peers and publishes):
-        return None
-    names = [
-        name
-        for name in ("control_ports", "router_capabilities")
-        if not isinstance(options.get(name), (list, tuple))
-    ]
-    if not names:
-        return None
-    return (
-        f"KV events are on and peers are served, but {' and '.join(names)} "
-        f"{'is' if len(names) == 1 else 'are'} not given as a list. Dynamo's router "
-        "reads both from the tier's options and sends no hints to an engine without "
-        'them. Give "router_capabilities": ["router_hint"] and control_ports as lists'
-    )
 
 
 def _locked_memory_warning(config: TierConfig, primary: setup.Primary) -> str | None:

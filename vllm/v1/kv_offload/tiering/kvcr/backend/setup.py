@@ -2,17 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Derives KVCR's configuration from the options and the primary tier's shape.
 
-Pure functions; nothing here starts anything.
+Pure functions; nothing here starts anything. Each refuses with an ``OptionError`` what
+cannot work.
 """
 
-import ctypes
 import socket
 from dataclasses import dataclass, replace
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
-from kvcr import KVCRServiceError
 from kvcr.config import (
     G3Options,
     KVCRBackendConfigs,
@@ -22,9 +21,10 @@ from kvcr.config import (
     RemoteFWDramOptions,
 )
 
+from vllm.v1.kv_offload.tiering.kvcr.backend.pool import address_of
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.config import G3Config, OptionError, TierConfig
-from vllm.v1.kv_offload.tiering.kvcr.namespace import Namespace
+from vllm.v1.kv_offload.tiering.kvcr.keys import KeyCodec
 from vllm.v1.kv_offload.tiering.kvcr.peers.greeting import read_secret
 from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import Limits
 
@@ -48,6 +48,8 @@ class Primary:
     address: int
     row_bytes: int
     rows: int
+    buffer: Any = None
+    """The owner of the memory, to be kept alive: vLLM releases its view of it."""
 
 
 def primary_of(view: memoryview) -> Primary:
@@ -68,22 +70,16 @@ def primary_of(view: memoryview) -> Primary:
         )
     assert view.shape is not None
     assert view.strides is not None
-    rows, row_bytes = view.shape[0], view.strides[0]
     if not view.nbytes:
         raise ValueError(
             f"the primary tier's memory, of shape {view.shape}, is empty; raise "
             "cpu_bytes_to_use"
         )
-    exported = ctypes.c_char.from_buffer(view)
-    return Primary(ctypes.addressof(exported), row_bytes, rows)
+    return Primary(address_of(view), view.strides[0], view.shape[0], view.obj)
 
 
 def warnings(config: TierConfig, events: Any) -> list[str]:
-    """List what an operator should know at start.
-
-    Raises:
-        OptionError: KV events are on, but would not describe KVCR's blocks.
-    """
+    """List what an operator should know at start."""
     said = []
     if config.kvcr_service_socket_path is not None and config.has_own_pool:
         said.append(
@@ -120,12 +116,8 @@ def advertise_host(config: TierConfig) -> str:
 
 
 def control_secret(config: TierConfig) -> bytes | None:
-    """The secret that control messages are signed with, if they are.
-
-    Raises:
-        OptionError: the secret's file cannot be used.
-    """
-    if config.control_secret_file is None or not config.serves_peers:
+    """The secret that control messages are signed with, if they are."""
+    if config.control_secret_file is None:
         return None
     try:
         return read_secret(Path(config.control_secret_file))
@@ -149,10 +141,9 @@ def pool_slots(config: TierConfig, primary: Primary) -> tuple[int, str]:
                 f"smaller than one chunk, which has {primary.row_bytes} bytes"
             )
         return slots, "secondary_g2_bytes"
-    if not config.serves_peers:
+    # KVCR will refuse files without a pool; see ``start_messages.explain``.
+    if not config.serves_peers or config.g3 is not None:
         return 0, ""
-    if config.g3 is not None:
-        return 0, ""  # KVCR will refuse it; see ``files_refused``
     if config.landing_slots is not None:
         return config.landing_slots, "landing_slots"
     if config.remote_landing == "primary":
@@ -163,7 +154,7 @@ def pool_slots(config: TierConfig, primary: Primary) -> tuple[int, str]:
 
 
 def limits_of(
-    config: TierConfig, primary: Primary, slots: int, *, stages: bool = True
+    config: TierConfig, primary: Primary, slots: int, *, stages: bool
 ) -> Limits:
     """The bounds on blocks in flight.
 
@@ -187,18 +178,17 @@ def limits_of(
     # Files and peers have shares of their own, so that neither waits for the other.
     filed = staged // 2 if peers else staged
     pulled = staged - filed if files else staged
-    file_window = max(1, min(window, filed)) if files else 0
-    file_operation = max(1, _FILE_OPERATION_BYTES // primary.row_bytes)
-    # One peer may use three quarters of this, which should make a whole window.
-    peer_window = max(1, min(window * 4 // 3, pulled)) if peers else 0
+    file_window = _positive(window, filed) if files else 0
+    file_operation = _FILE_OPERATION_BYTES // primary.row_bytes
     return Limits(
-        load_operation=max(1, min(operation, load)),
-        load_window=max(1, min(window, load)),
-        store_operation=max(1, min(operation, store)),
-        store_window=max(1, min(window, store)),
-        file_operation=min(file_operation, operation, max(1, file_window)),
+        load_operation=_positive(operation, load),
+        load_window=_positive(window, load),
+        store_operation=_positive(operation, store),
+        store_window=_positive(window, store),
+        file_operation=_positive(file_operation, operation, file_window),
         file_window=file_window,
-        peer_window=peer_window,
+        # One peer may use three quarters of this, which should make a whole window.
+        peer_window=_positive(window * 4 // 3, pulled) if peers else 0,
         stages_peers=peers and config.remote_landing == "pool",
         operation_timeout_s=config.operation_timeout / 1000,
         file_timeout_s=config.load_timeout / 1000,
@@ -207,8 +197,8 @@ def limits_of(
     )
 
 
-def max_pull_blocks(config: TierConfig, primary: Primary) -> int:
-    return config.max_pull_blocks or max(1, primary.rows // 2)
+def _positive(*bounds: int) -> int:
+    return max(1, min(bounds))
 
 
 def kvcr_config(config: TierConfig, primary: Primary, agent: str) -> KVCRConfig:
@@ -223,15 +213,25 @@ def kvcr_config(config: TierConfig, primary: Primary, agent: str) -> KVCRConfig:
 
 
 def backend_configs(
-    config: TierConfig, primary: Primary, pool: tuple[int, int] | None
+    config: TierConfig, primary: Primary, pool: Any | None
 ) -> KVCRBackendConfigs:
-    """KVCR's backends; ``pool`` is the address and size of this process's own pool."""
+    """KVCR's backends; ``pool`` is the buffer of this process's own pool."""
     local = None
     if pool is not None:
-        local = LocalDramOptions(pools=[("", *pool)], backend=config.local_dram_backend)
+        pools = [("", address_of(pool), len(pool))]
+        local = LocalDramOptions(pools=pools, backend=config.local_dram_backend)
+    g3 = None
+    if config.g3 is not None:
+        g3 = G3Options(
+            paths=config.g3.paths,
+            capacity_bytes_per_file=g3_file_bytes(config.g3, primary),
+            backend_options=config.g3.backend_options,
+        )
+        if config.g3.backend is not None:
+            g3 = replace(g3, backend=config.g3.backend)
     return KVCRBackendConfigs(
         local_dram=local,
-        g3=None if config.g3 is None else _g3_options(config.g3, primary),
+        g3=g3,
         remote_fw_dram=RemoteFWDramOptions(
             eager_ctrl_connect=config.eager_ctrl_connect,
             opportunistic_query=config.opportunistic_query,
@@ -243,18 +243,14 @@ def backend_configs(
 
 
 def guard_config(
-    config: TierConfig, local_rank: int | None, namespace: Namespace
+    config: TierConfig, local_rank: int | None, codec: KeyCodec
 ) -> KVCRGuardConfig | None:
-    """How to reach the KVCR service, if one is used.
-
-    Raises:
-        OptionError: the digest should be derived, but there is no namespace.
-    """
+    """How to reach the KVCR service, if one is used."""
     if config.kvcr_service_socket_path is None:
         return None
     digest = config.compatibility_digest or ""
     if digest.strip().lower() == "auto":
-        digest = namespace.digest
+        digest = codec.digest
         if not digest:
             raise OptionError(
                 "kvcr tier: compatibility_digest = 'auto' stands for the namespace, "
@@ -267,62 +263,8 @@ def guard_config(
     )
 
 
-def what_answers(guard: KVCRGuardConfig | None) -> str:
-    """Say what a start waits for; completes "waiting for ..."."""
-    if guard is None:
-        return "NIXL to start its backends"
-    return (
-        f"the KVCR service behind kvcr_service_socket_path = "
-        f"{guard.kvcr_service_socket_path!r} to grant the pool of guard "
-        f"{guard.guard_index}, and for NIXL (a service that hangs accepts the "
-        "connection but does not answer: look at its log, or restart it)"
-    )
-
-
-def service_refused(
-    guard: KVCRGuardConfig | None, error: BaseException
-) -> RuntimeError | None:
-    """Say what to do if the service does not grant its pool.
-
-    Args:
-        error: Why KVCR did not start; ``None`` is returned unless it is the service.
-    """
-    if guard is None or not isinstance(error, KVCRServiceError):
-        return None
-    return RuntimeError(
-        f"kvcr tier: the KVCR service did not grant a pool: {error}. This engine asked "
-        f"kvcr_service_socket_path = {guard.kvcr_service_socket_path!r} for guard "
-        f"{guard.guard_index} with compatibility_digest = "
-        f"{guard.compatibility_digest!r}. A service must listen there, with more "
-        "guards (--guard-count) than this index and the same --compatibility-digest, "
-        "and no other engine may hold that guard"
-    )
-
-
-def files_refused(config: TierConfig, error: BaseException) -> OptionError | None:
-    """Explain why KVCR refuses files, or a policy that needs files."""
-    if not isinstance(error, ValueError):
-        return None
-    if config.g3 is not None and not config.has_own_storage:
-        return OptionError(
-            f"kvcr tier: g3 needs a pool, because files hold the blocks that the pool "
-            "evicts; give secondary_g2_slots, secondary_g2_bytes or "
-            f"kvcr_service_socket_path (KVCR: {error})"
-        )
-    if config.policy is not None and "requires configured" in str(error):
-        return OptionError(
-            f"kvcr tier: policy = {config.policy!r}: needs storage that is not "
-            f"configured; give g3, or another policy (KVCR: {error})"
-        )
-    return None
-
-
 def g3_file_bytes(g3: G3Config, primary: Primary) -> int:
-    """Size of each file: its capacity, rounded down to whole chunks.
-
-    Raises:
-        OptionError: there cannot be files of this size, or with chunks of this size.
-    """
+    """Size of each file: its capacity, rounded down to whole chunks."""
     size = g3.capacity_bytes_per_file // primary.row_bytes * primary.row_bytes
     if primary.row_bytes % PAGESIZE:
         raise OptionError(
@@ -335,12 +277,3 @@ def g3_file_bytes(g3: G3Config, primary: Primary) -> int:
             f"smaller than one chunk, which has {primary.row_bytes} bytes"
         )
     return size
-
-
-def _g3_options(g3: G3Config, primary: Primary) -> G3Options:
-    options = G3Options(
-        paths=g3.paths,
-        capacity_bytes_per_file=g3_file_bytes(g3, primary),
-        backend_options=g3.backend_options,
-    )
-    return options if g3.backend is None else replace(options, backend=g3.backend)

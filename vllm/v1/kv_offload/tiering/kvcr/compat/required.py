@@ -52,7 +52,6 @@ REQUIRED_NAMES = {
         "PinHandle",
         "PinRequestId",
         "PinResult",
-        "PlacementDecision",
         "PlacementFailure",
         "QueryStatus",
         "ReleaseHandle",

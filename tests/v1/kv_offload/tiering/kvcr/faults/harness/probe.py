@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm.v1.kv_offload.tiering.kvcr.backend.pool import address_of
+
 
 class Probe:
     """What a test wants to know of a tier that vLLM does not ask."""
@@ -82,7 +84,7 @@ class Probe:
     def pool(self, row_bytes: int) -> np.ndarray:
         """The tier's pool, one row a slot. Not to be kept beyond the tier."""
         memory = self._tier._backend._pool
-        whole = (ctypes.c_uint8 * memory.size).from_address(memory.address)
+        whole = (ctypes.c_uint8 * len(memory)).from_address(address_of(memory))
         return np.ctypeslib.as_array(whole).reshape(-1, row_bytes)
 
     def tables(self) -> dict[str, int]:
