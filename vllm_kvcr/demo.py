@@ -20,12 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_kvcr import demo_peers
-from vllm_kvcr.demo_console import (
-    conclude,
-    new_log,
-    shown,
-    termination_interrupts,
-)
+from vllm_kvcr.demo_console import conclude, new_log, shown, termination_interrupts
 from vllm_kvcr.demo_plan import Stage, StageResult, Workload, stages
 from vllm_kvcr.demo_process import StageFailed, run_stage
 
@@ -121,10 +116,7 @@ def table(results: Sequence[tuple[Stage, StageResult]]) -> Table:
             "Bytes stored in KVCR DRAM",
             lambda r: _mib(r.cold.operation("local_fill").bytes),
         ),
-        (
-            "Bytes moved from there to files",
-            lambda r: _mib(r.moved_to_files.bytes),
-        ),
+        ("Bytes moved from there to files", lambda r: _mib(r.moved_to_files.bytes)),
         ("Bytes read from KVCR DRAM", lambda r: _mib(r.from_dram.bytes)),
         ("Bytes read from KVCR files", lambda r: _mib(r.from_files.bytes)),
         (

@@ -46,10 +46,7 @@ NICENESS = 5
 # Two servers that pin themselves to the same core can wait for each other for minutes.
 OF_SERVERS = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
-ON_CPU = {
-    "spec_name": "CpuTieringOffloadingSpec",
-    "spec_module_path": "vllm_kvcr.cpu",
-}
+ON_CPU = {"spec_name": "CpuTieringOffloadingSpec", "spec_module_path": "vllm_kvcr.cpu"}
 ON_GPU = {"spec_name": "TieringOffloadingSpec"}
 # Of the device's memory, for each of two.
 GPU_SHARE = "0.3"

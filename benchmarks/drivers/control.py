@@ -82,9 +82,7 @@ def control(plan: Plan, log: Path, tell: Tell) -> Section:
 
 
 def _paired(
-    key: str,
-    contenders: dict[str, list[float]],
-    bare: dict[str, list[float]],
+    key: str, contenders: dict[str, list[float]], bare: dict[str, list[float]]
 ) -> Row:
     label, kind = key.rsplit(" ", 1)
     what, target = f"{label} ({kind})", None

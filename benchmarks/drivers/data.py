@@ -82,13 +82,7 @@ def files(plan: Plan, disk: Path, log: Path, tell: Tell) -> Section:
         BARE: Contender("bare", folder=disk / "bare", **kvcr_files),
     }
     passes = _there_and_back(
-        contenders,
-        plan.blocks,
-        plan.block_bytes,
-        plan.disk_passes,
-        log,
-        tell,
-        "disk",
+        contenders, plan.blocks, plan.block_bytes, plan.disk_passes, log, tell, "disk"
     )
     size = plan.blocks * plan.block_bytes
     rows = []
@@ -227,10 +221,7 @@ def _in_memory(slots: int, shared_memory: Path) -> dict[str, Contender]:
 
 
 def _adapters(slots: int) -> dict[str, Contender]:
-    options = {
-        OURS: ours(**PATIENT),
-        SHIPPED: shipped(free_ports(1)[0], **PATIENT),
-    }
+    options = {OURS: ours(**PATIENT), SHIPPED: shipped(free_ports(1)[0], **PATIENT)}
     return {name: Contender("tier", slots, options[name]) for name in adapters()}
 
 

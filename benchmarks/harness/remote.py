@@ -67,11 +67,7 @@ class Remote:
     """
 
     def __init__(
-        self,
-        factory: str,
-        *arguments: Any,
-        log: Path,
-        ours: bool = True,
+        self, factory: str, *arguments: Any, log: Path, ours: bool = True
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         self._connection, theirs = context.Pipe()
@@ -169,11 +165,7 @@ class Fleet:
                 member.kill()
 
     def start(
-        self,
-        name: str,
-        factory: str,
-        *arguments: Any,
-        ours: bool = True,
+        self, name: str, factory: str, *arguments: Any, ours: bool = True
     ) -> None:
         """Begin to make a member; ``ready`` waits for it."""
         self._members[name] = Remote(factory, *arguments, log=self._log, ours=ours)

@@ -75,8 +75,7 @@ class IdleTier:
 
         idle = threading.Event()
         thread = threading.Thread(
-            target=poll if polled else engine,
-            name="tier-poll" if polled else "engine",
+            target=poll if polled else engine, name="tier-poll" if polled else "engine"
         )
         thread.start()
         time.sleep(_SETTLE_S)

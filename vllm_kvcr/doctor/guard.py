@@ -106,11 +106,11 @@ def digest_of(config: "TierConfig") -> str | None:
 
     ``None`` if it is derived from the model, which is not known here.
     """
-    from vllm.v1.kv_offload.tiering.kvcr.keys import make_codec
+    from vllm.v1.kv_offload.tiering.kvcr.keys import is_derived, make_codec
 
-    if config.compatibility_digest != "auto":
+    if not config.derives_digest:
         return config.compatibility_digest
-    if config.namespace in (True, "auto"):
+    if is_derived(config.namespace):
         return None
     return make_codec(config.namespace, None, 0).digest or None
 

@@ -98,8 +98,13 @@ def test_a_service_that_does_not_fit_fails(service, folder, tier, chunk_bytes, p
     assert all(part in text for part in parts)
 
 
-def test_a_digest_that_only_the_model_tells_is_a_warning(service, folder):
-    found = ask("guard", Setting(config(folder, compatibility_digest="auto")))
+@pytest.mark.parametrize("auto", ["auto", " AUTO "])
+@pytest.mark.parametrize("namespace", ["auto", "On", True])
+def test_a_digest_that_only_the_model_tells_is_a_warning(
+    service, folder, auto, namespace
+):
+    given = config(folder, compatibility_digest=auto, namespace=namespace)
+    found = ask("guard", Setting(given))
     assert [f.status for f in found] == [Status.OK, Status.WARN]
     assert DIGEST in found[1].text
 

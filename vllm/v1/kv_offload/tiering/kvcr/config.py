@@ -340,6 +340,11 @@ class TierConfig(_Options):
         given = self.pull_timeout_ms or self.operation_timeout_ms
         return min(given or _PULL_TIMEOUT_MS, self.operation_timeout)
 
+    @property
+    def derives_digest(self) -> bool:
+        """Whether the service's digest is that of the namespace."""
+        return (self.compatibility_digest or "").strip().lower() == "auto"
+
     def for_rank(self, local_rank: int | None) -> "TierConfig":
         """Return a copy that has only the files of one local data-parallel rank."""
         if self.g3 is None:

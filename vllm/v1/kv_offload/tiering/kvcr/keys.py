@@ -95,6 +95,11 @@ class KeyCodec:
         return ", ".join(names) or "the model"
 
 
+def is_derived(option: str | bool | None) -> bool:
+    """Whether the option ``namespace`` asks for one that is derived from the model."""
+    return str(option).strip().lower() in _AUTO
+
+
 def make_codec(option: str | bool | None, spec: Any, row_bytes: int) -> KeyCodec:
     """Make the codec for the namespace that ``option`` asks for.
 
@@ -104,10 +109,9 @@ def make_codec(option: str | bool | None, spec: Any, row_bytes: int) -> KeyCodec
             not matter. Any other text is the namespace itself.
         spec: vLLM's offloading spec. A partial one without a model gives no namespace.
     """
-    word = str(option).strip().lower()
-    if word in _OFF:
+    if str(option).strip().lower() in _OFF:
         return KeyCodec()
-    if word in _AUTO:
+    if is_derived(option):
         return _derived(spec, row_bytes)
     return _assemble({name: str(option) for name in _FIELDS})
 

@@ -249,7 +249,7 @@ def guard_config(
     if config.kvcr_service_socket_path is None:
         return None
     digest = config.compatibility_digest or ""
-    if digest.strip().lower() == "auto":
+    if config.derives_digest:
         digest = codec.digest
         if not digest:
             raise OptionError(

@@ -95,10 +95,7 @@ class Lost(Enum):
         "layout or hash seed, or set the option namespace differently",
     )
     PIN_FAILED = ("pin_failed", "blocks could not be pinned for a peer")
-    BACKEND_FAILED = (
-        "backend_failed",
-        "KVCR has stopped; see the error in the log",
-    )
+    BACKEND_FAILED = ("backend_failed", "KVCR has stopped; see the error in the log")
     QUARANTINED = (
         "quarantined",
         "a peer may still write into a load's slots, so these slots are not reused "

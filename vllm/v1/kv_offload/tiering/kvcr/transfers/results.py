@@ -15,12 +15,7 @@ from vllm.v1.kv_offload.tiering.base import JobId, JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES
 from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses, Lost
-from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import (
-    DRAM,
-    LOAD,
-    STORE,
-    Traffic,
-)
+from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import DRAM, LOAD, STORE, Traffic
 from vllm.v1.kv_offload.tiering.kvcr.transfers.backoff import Backoff
 from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import Job
 

@@ -29,19 +29,10 @@ from vllm.v1.kv_offload.tiering.kvcr.backend.protocol import KvcrApi
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 from vllm.v1.kv_offload.tiering.kvcr.compat.vocabulary import ENTRIES, Entry
 from vllm.v1.kv_offload.tiering.kvcr.peers.hints import Hints
-from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import (
-    FILES,
-    SILENT_SHARE,
-    Liveness,
-)
+from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES, SILENT_SHARE, Liveness
 from vllm.v1.kv_offload.tiering.kvcr.reports.losses import Losses, Lost
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
-from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import (
-    DISK,
-    DRAM,
-    PEER,
-    Traffic,
-)
+from vllm.v1.kv_offload.tiering.kvcr.reports.traffic import DISK, DRAM, PEER, Traffic
 from vllm.v1.kv_offload.tiering.kvcr.transfers.checksums import BlockSums
 from vllm.v1.kv_offload.tiering.kvcr.transfers.jobs import (
     Blocks,
