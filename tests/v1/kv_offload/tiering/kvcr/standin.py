@@ -67,11 +67,7 @@ class KvcrStandin:
     """
 
     def __init__(
-        self,
-        config: Any,
-        bindings: Any,
-        backend_configs: Any,
-        guard_config: Any = None,
+        self, config: Any, bindings: Any, backend_configs: Any, guard_config: Any = None
     ) -> None:
         self.config = config
         self.bindings = bindings

@@ -15,18 +15,10 @@ from tests.v1.kv_offload.tiering.kvcr.staging_rigs import (
     file_rig,
     stop_the_clock,
 )
-from tests.v1.kv_offload.tiering.kvcr.standin import (
-    FAILED,
-    HIT,
-    ON_DISK,
-    SUCCESS,
-)
+from tests.v1.kv_offload.tiering.kvcr.standin import FAILED, HIT, ON_DISK, SUCCESS
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES as OWN_FILES
-from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import (
-    FIRST_COOLDOWN_S,
-    Standing,
-)
+from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FIRST_COOLDOWN_S, Standing
 
 
 @pytest.mark.parametrize("outcome", [SUCCESS, FAILED])
