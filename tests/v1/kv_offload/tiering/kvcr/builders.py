@@ -60,14 +60,15 @@ def endpoint_of(port: int) -> str:
     return f"tcp://{LOCALHOST}:{port}"
 
 
-def peer_options(port: int) -> dict[str, Any]:
-    """The options of a tier that serves peers on ``port``."""
+def peer_options(port: int | None = None, **further: Any) -> dict[str, Any]:
+    """The options of a tier that serves peers on ``port``, by default a free one."""
     return {
-        "control_ports": [port],
+        "control_ports": [port or free_port()],
         "control_host": LOCALHOST,
         "control_advertise_host": LOCALHOST,
         # By default 256 MiB, which take a while to populate.
         "landing_slots": 64,
+        **further,
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.v1.kv_offload.tiering.kvcr.builders import free_port, keys, peer_options
+from tests.v1.kv_offload.tiering.kvcr.builders import keys, peer_options
 from tests.v1.kv_offload.tiering.kvcr.rig import Rig, wait_until
 from tests.v1.kv_offload.tiering.kvcr.standin import RecordingParent
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
@@ -22,7 +22,7 @@ KEYS = keys(256)
 
 
 def test_a_hundred_thousand_operations() -> None:
-    rig = Rig(rows=64, secondary_g2_slots=128, **peer_options(free_port()))
+    rig = Rig(rows=64, **peer_options(secondary_g2_slots=128))
     lock = threading.Lock()
     stop = threading.Event()
     polls = 0

@@ -30,11 +30,11 @@ UNKNOWN = make_keys(2, "unknown")
 def test_each_is_ignored_while_the_others_are_served(
     peers: Any, engines: Any, tier_log: Any
 ) -> None:
-    peer = peers({"operation_timeout_ms": 20_000}, rows=4)
-    peer.call("hold", THEIRS)
+    patient = {"operation_timeout_ms": 20_000}
+    peer = peers(patient, rows=4, hold=THEIRS)
     port = free_port()
-    options = {"secondary_g2_slots": 64, "operation_timeout_ms": 20_000}
-    engine: Engine = engines(peer_options(port) | options, rows=32)
+    options = peer_options(port, secondary_g2_slots=64, **patient)
+    engine: Engine = engines(options, rows=32)
     engine.finish(engine.store(OWN, range(len(OWN))))
     own = bad_hint(source_control_endpoint=endpoint_of(port))
     hints = (BAD_HINTS | {"this engine itself": own}).items()

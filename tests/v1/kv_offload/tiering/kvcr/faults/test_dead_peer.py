@@ -25,9 +25,8 @@ KEYS = make_keys(64)
 
 
 def options(**further: Any) -> dict[str, Any]:
-    return (
-        peer_options(free_port())
-        | {
+    return peer_options(
+        **{
             "operation_timeout_ms": int(1000 * OPERATION_S),
             "abandon_timeout_ms": int(2000 * OPERATION_S),
             "max_pull_blocks": 64,
@@ -62,8 +61,7 @@ def test_a_port_where_nobody_listens_costs_one_wait(
 ) -> None:
     # However slow this machine is, no probe falls due.
     monkeypatch.setattr(peers_module, "FIRST_COOLDOWN_S", 600.0)
-    peer = peers({"operation_timeout_ms": 20_000}, rows=8)
-    peer.call("hold", KEYS[:8])
+    peer = peers({"operation_timeout_ms": 20_000}, rows=8, hold=KEYS[:8])
     engine: ManagedEngine = managed(options(), rows=64)
     served = engine.run("served", KEYS[:8], make_hint(peer.port, KEYS))
     assert served.hits == 8
@@ -111,8 +109,7 @@ def test_after_a_pause_it_is_asked_again(
     assert set(engine.lookup_all(KEYS, soon)) == {LookupResult.MISS}
     engine.end(soon)
 
-    peer = peers({"operation_timeout_ms": 20_000}, port=port, rows=64)
-    peer.call("hold", KEYS)
+    peers({"operation_timeout_ms": 20_000}, port=port, rows=64, hold=KEYS)
     engine.run_for(1.5)
     assert engine.wrong_blocks(others, range(64), writer="somebody else") == []
 
@@ -133,16 +130,9 @@ def test_a_peer_killed_in_the_middle(
 ) -> None:
     # KVCR's patience while it closes; not what is tested here.
     monkeypatch.setattr("kvcr.progress._OP_CLEANUP_TIMEOUT_SECONDS", 0.5)
-    peer = peers({"operation_timeout_ms": 20_000}, rows=64)
-    peer.call("hold", KEYS)
-    engine: ManagedEngine = managed(
-        options(
-            remote_landing=landing,
-            max_operation_bytes=64 * MIB,
-            max_inflight_bytes=64 * MIB,
-        ),
-        rows=64,
-    )
+    peer = peers({"operation_timeout_ms": 20_000}, rows=64, hold=KEYS)
+    at_once = {"max_operation_bytes": 64 * MIB, "max_inflight_bytes": 64 * MIB}
+    engine: ManagedEngine = managed(options(remote_landing=landing, **at_once), rows=64)
     hint = make_hint(peer.port, KEYS)
     assert engine.run("proof", KEYS[:1], hint).hits == 1
     victim = begin_and_wait_for_a_byte(engine, landing, hint)
@@ -169,9 +159,8 @@ def test_nobody_waits_for_a_peer_that_died(
 ) -> None:
     """With the defaults a peer that hangs has 10 s; one that died closes its socket."""
     monkeypatch.setattr("kvcr.progress._OP_CLEANUP_TIMEOUT_SECONDS", 0.5)
-    peer = peers(rows=64)
-    peer.call("hold", KEYS)
-    engine: ManagedEngine = managed(peer_options(free_port()), rows=64)
+    peer = peers(rows=64, hold=KEYS)
+    engine: ManagedEngine = managed(peer_options(), rows=64)
     hint = make_hint(peer.port, KEYS)
     assert engine.run("proof", KEYS[:1], hint).hits == 1
     peer.stop()

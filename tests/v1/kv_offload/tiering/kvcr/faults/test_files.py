@@ -8,12 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.v1.kv_offload.tiering.kvcr.builders import (
-    free_port,
-    make_spec,
-    peer_options,
-    request,
-)
+from tests.v1.kv_offload.tiering.kvcr.builders import make_spec, peer_options, request
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import (
@@ -67,7 +62,7 @@ def test_a_restart_over_old_files_finds_nothing(engines: Any, tmp_path: Path) ->
 def test_garbage_in_a_file_is_a_miss_and_counted_and_said(
     engines: Any, tmp_path: Path, tier_log: Any
 ) -> None:
-    engine: Engine = engines(options(tmp_path) | peer_options(free_port()))
+    engine: Engine = engines(peer_options(**options(tmp_path)))
     store_into_file(engine, KEYS)
     # One bit in each of the first slots, and all of another.
     for slot in range(4):

@@ -8,16 +8,20 @@ another prompt's blocks by now.
 
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer_options
+from tests.v1.kv_offload.tiering.kvcr.builders import make_hint, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys, watch
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine, Job
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import (
+    MIB,
+    Engine,
+    Job,
+    Keys,
+)
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer import Peer
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey
+from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.kvcr import draining
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 
@@ -34,9 +38,9 @@ class Scene:
     """A victim that pulls from a peer, which is stopped in the middle of it."""
 
     def __init__(self, peers: Any, engines: Any, landing: str) -> None:
-        self.peer: Peer = peers({"operation_timeout_ms": 20_000}, rows=BLOCKS + 1)
-        self.peer.call("hold", KEYS + PROOF)
-        options = peer_options(free_port()) | {
+        patient = {"operation_timeout_ms": 20_000}
+        self.peer: Peer = peers(patient, rows=BLOCKS + 1, hold=KEYS + PROOF)
+        options = peer_options() | {
             "operation_timeout_ms": int(1000 * OPERATION_S),
             "abandon_timeout_ms": int(1000 * ABANDON_S),
             "remote_landing": landing,
@@ -49,7 +53,7 @@ class Scene:
         self.victim: Engine = engines(options, rows=BLOCKS)
         self._landing = self.victim.memory if landing == "primary" else None
 
-    def pull(self, keys: Sequence[OffloadKey], request_id: str) -> Job:
+    def pull(self, keys: Keys, request_id: str) -> Job:
         context = self.victim.begin(request_id, make_hint(self.peer.port, keys))
         answers = self.victim.lookup_all(keys, context)
         assert set(answers) == {LookupResult.HIT}

@@ -59,11 +59,9 @@ def _mixed_case(name: str, number: int) -> str:
 @pytest.fixture
 def pair(peers: Any, engines: Any) -> tuple[Engine, Any]:
     # The live peer listens on every address of this machine.
-    peer = peers({"operation_timeout_ms": 20_000, "control_host": "0.0.0.0"}, rows=4)
-    peer.call("hold", KEYS)
-    options = peer_options(free_port()) | {"operation_timeout_ms": 20_000}
-    engine: Engine = engines(options, rows=16)
-    return engine, peer
+    options = {"operation_timeout_ms": 20_000, "control_host": "0.0.0.0"}
+    peer = peers(options, rows=4, hold=KEYS)
+    return engines(peer_options(operation_timeout_ms=20_000), rows=16), peer
 
 
 def used(engine: Engine) -> tuple[int, int]:

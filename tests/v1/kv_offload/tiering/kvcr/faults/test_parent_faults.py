@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.v1.kv_offload.tiering.kvcr.builders import free_port, peer_options
+from tests.v1.kv_offload.tiering.kvcr.builders import peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine, Job
 from vllm.v1.kv_offload.base import OffloadKey
@@ -24,8 +24,7 @@ Pull = Callable[..., dict[str, Any]]
 @pytest.fixture
 def source(engines: Any) -> Engine:
     """An engine that holds the blocks, for peers."""
-    options = peer_options(free_port()) | {"operation_timeout_ms": 20_000}
-    engine: Engine = engines(options, rows=40)
+    engine: Engine = engines(peer_options(operation_timeout_ms=20_000), rows=40)
     engine.hold(KEYS + PROOF)
     return engine
 

@@ -41,10 +41,11 @@ class Scene:
             rows=BLOCKS,
         )
         port = free_port()
-        options = peer_options(port) | {
-            "operation_timeout_ms": int(500 * ABANDON_S),
-            "abandon_timeout_ms": int(1000 * ABANDON_S),
-        }
+        options = peer_options(
+            port,
+            operation_timeout_ms=int(500 * ABANDON_S),
+            abandon_timeout_ms=int(1000 * ABANDON_S),
+        )
         self.source: Engine = engines(options, rows=BLOCKS)
         self.source.hold(KEYS)
         # First contact asks for one block; let that be over.
@@ -83,7 +84,7 @@ def test_a_pin_is_kept_until_nothing_can_read_it_any_more(
 
 
 def test_a_target_that_died_does_not_hold_up_a_reset(
-    peers: Any, engines: Any, tier_log: Any, monkeypatch: pytest.MonkeyPatch
+    peers: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """KVCR never hears of the end of a write to a dead peer."""
     scene = Scene(peers, engines, monkeypatch)

@@ -8,33 +8,17 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-try:
-    from vllm_kvcr.plugin import register
-except ModuleNotFoundError as error:  # copied into vLLM's tree, it needs no plugin
-    if error.name is None or not error.name.startswith("vllm_kvcr"):
-        raise
-else:
-    register()
-
 from tests.v1.kv_offload.tiering.kvcr.builders import make_hint
+from tests.v1.kv_offload.tiering.kvcr.conftest import LogLines  # registers the tier
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.child import obey
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
 from vllm.v1.kv_offload.base import OffloadKey
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 class Commands:
     """What the test's process may ask for."""
 
-    def __init__(self, engine: Engine, log: _Lines) -> None:
+    def __init__(self, engine: Engine, log: LogLines) -> None:
         self._engine = engine
         self._log = log
 
@@ -76,7 +60,7 @@ class Commands:
             "state": probe.state,
             "reason": probe.reason,
             "lost": probe.lost(),
-            "log": list(self._log.lines),
+            "log": self._log.texts(),
             "pinned": sum(self._engine.pinned.values()),
             "wrong": list(self._engine.wrong),
         }
@@ -88,8 +72,8 @@ def serve(
     """Run an engine until the other end closes, or says so."""
     if transport is not None:
         os.environ["UCX_TLS"] = transport
-    log = _Lines()
-    logging.getLogger("vllm").addHandler(log)
+    log = LogLines()
+    logging.getLogger("vllm").addHandler(log.handler())
     try:
         own = Engine(**engine)
     except BaseException:
