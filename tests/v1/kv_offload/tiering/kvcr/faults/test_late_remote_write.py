@@ -14,14 +14,9 @@ import pytest
 
 from tests.v1.kv_offload.tiering.kvcr.builders import make_hint, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys, watch
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import (
-    MIB,
-    Engine,
-    Job,
-    Keys,
-)
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine, Job
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer import Peer
-from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from vllm.v1.kv_offload.tiering.kvcr import draining
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 
@@ -53,7 +48,7 @@ class Scene:
         self.victim: Engine = engines(options, rows=BLOCKS)
         self._landing = self.victim.memory if landing == "primary" else None
 
-    def pull(self, keys: Keys, request_id: str) -> Job:
+    def pull(self, keys: list[OffloadKey], request_id: str) -> Job:
         context = self.victim.begin(request_id, make_hint(self.peer.port, keys))
         answers = self.victim.lookup_all(keys, context)
         assert set(answers) == {LookupResult.HIT}
