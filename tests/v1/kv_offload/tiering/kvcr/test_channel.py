@@ -147,7 +147,7 @@ def test_other_releases_refuse_a_pull_and_answer_no_probe(
     assert source.seen == []
 
 
-def test_an_upgraded_peer_is_tried_again(
+def test_upgraded_peers_are_retried(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, source = ends.ours(OLD), ends.ours(NEW)
@@ -173,9 +173,7 @@ def test_nobody_is_called_incompatible_by_others(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("theirs", [None, OTHER_SECRET])
-def test_without_the_secret_nobody_is_heard(
-    ends: Ends, tier_log: Any, theirs: bytes | None
-) -> None:
+def test_strangers_go_unheard(ends: Ends, tier_log: Any, theirs: bytes | None) -> None:
     source = ends.ours(secret=SECRET)
     for stranger in (ends.ours(secret=theirs), ends.plain()):
         for _ in range(10):
@@ -231,9 +229,7 @@ def test_a_message_nested_without_end_does_not_reach_kvcr(ends: Ends) -> None:
     assert hears(ours)["op_handle"] == 7
 
 
-def test_a_closed_connection_is_forgotten(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_one_is_forgotten(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
     forgotten: list[str] = []
     ours = ends.ours()

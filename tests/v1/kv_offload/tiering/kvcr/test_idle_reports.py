@@ -73,9 +73,7 @@ def sleeper(monkeypatch: pytest.MonkeyPatch) -> Sleeper:
     return sleeper
 
 
-def test_a_new_engine_takes_one_step_to_tell_its_state(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_new_engine_steps_to_tell_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     sleeper = Sleeper(monkeypatch)
     sleeper.sleep(1.01)
     assert sleeper.woken >= 1
@@ -132,9 +130,7 @@ def test_where_nothing_can_be_woken_nothing_is_pending(sleeper: Sleeper) -> None
     assert not sleeper.tier.has_pending_work()
 
 
-def test_without_telemetry_the_engine_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_telemetry_the_engine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     sleeper = Sleeper(monkeypatch, enable_telemetry=False)
     sleeper.step()
     sleeper.sleep()

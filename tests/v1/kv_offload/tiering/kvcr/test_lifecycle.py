@@ -91,9 +91,7 @@ def test_a_shutdown_in_the_middle_ends_in_time_and_once(retained: list[Any]) -> 
     assert sorted(rig.finished) == sorted(rig.given)
 
 
-def test_a_close_that_raises_keeps_the_buffers(
-    retained: list[Any], tier_log: Any
-) -> None:
+def test_a_close_that_raises_keeps_buffers(retained: list[Any], tier_log: Any) -> None:
     rig = StandinRig()
     rig.kvcr.raises["close"] = RuntimeError("unresolved operations")
     rig.tier.shutdown()

@@ -91,9 +91,7 @@ def assert_all_come_back(engine: Engine, contents: Blocks) -> None:
         engine.end(context)
 
 
-def test_blocks_come_back_after_the_primary_tier_was_overrun(
-    engine_of: MakeEngine,
-) -> None:
+def test_blocks_come_back_once_the_primary_is_overrun(engine_of: MakeEngine) -> None:
     engine = engine_of(POOL)
     assert engine.tiers[0]._prefix, "no namespace of its model"
     contents = blocks(24)
@@ -118,9 +116,7 @@ def test_a_request_may_end_before_its_jobs(engine_of: MakeEngine) -> None:
     engine.end(context)
 
 
-def test_files_below_the_pool_serve_what_the_pool_evicted(
-    engine_of: MakeEngine, disk: Path
-) -> None:
+def test_files_serve_what_the_pool_evicted(engine_of: MakeEngine, disk: Path) -> None:
     engine = engine_of(with_files(disk / "evicted.data"))
     contents = blocks(24)
     put_all(engine, contents)
@@ -129,9 +125,7 @@ def test_files_below_the_pool_serve_what_the_pool_evicted(
     assert any("g3" in operation for (operation,) in moved)
 
 
-def test_a_file_cut_to_nothing_costs_one_failed_load(
-    engine_of: MakeEngine, disk: Path
-) -> None:
+def test_a_file_cut_to_nothing_costs_a_load(engine_of: MakeEngine, disk: Path) -> None:
     path = disk / "cut.data"
     engine = engine_of(with_files(path))
     contents = blocks(24)

@@ -85,9 +85,7 @@ def test_nothing_there_is_answered_without_a_job() -> None:
 
 
 @pytest.mark.parametrize("answer", [LookupResult.HIT_PENDING, LookupResult.RETRY])
-def test_a_block_on_its_way_is_never_pinned_and_answered_once_it_is_there(
-    answer: LookupResult,
-) -> None:
+def test_a_block_on_its_way_is_answered_once_it_is_there(answer: LookupResult) -> None:
     rig = pin_rig()
     parent = RecordingParent({key(1): 7, key(2): 4})
     parent.answers[key(2)] = answer
@@ -155,9 +153,7 @@ def test_a_request_cancelled_before_it_was_answered_never_is() -> None:
 
 
 @pytest.mark.parametrize("broken", FOUR_CALLS)
-def test_a_parent_that_raises_loses_a_pin_and_nothing_else(
-    broken: str, tier_log: Any
-) -> None:
+def test_a_parent_that_raises_loses_only_a_pin(broken: str, tier_log: Any) -> None:
     rig = pin_rig()
     parent = RecordingParent({key(1): 7})
     parent.raises[broken] = RuntimeError("parent")

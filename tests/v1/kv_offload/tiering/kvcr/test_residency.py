@@ -83,9 +83,7 @@ def test_what_was_stored_is_known_until_the_last_copy_goes(bench: Bench) -> None
     assert len(bench.residency) == 0
 
 
-def test_a_block_that_is_evicted_while_it_is_loaded_is_still_compared(
-    bench: Bench,
-) -> None:
+def test_a_block_evicted_while_it_is_loaded_is_still_compared(bench: Bench) -> None:
     bench.store()
     expected = bench.sums.expect([KEY])
     bench.went(POOL)
@@ -174,10 +172,8 @@ def test_a_block_that_kvcr_does_not_hold_is_not_judged(bench: Bench) -> None:
     bench.sums.stored(kept)
 
 
-@pytest.mark.parametrize("tiers", [(POOL,), (FILE,), (POOL, FILE)])
-def test_what_the_service_kept_is_not_judged(
-    bench: Bench, tiers: tuple[CacheTier, ...]
-) -> None:
+@pytest.mark.parametrize("tiers", [[POOL], [FILE], [POOL, FILE]])
+def test_what_a_service_had_is_not_judged(bench: Bench, tiers: list[CacheTier]) -> None:
     bench.came_from(tiers[0], *tiers)
     if POOL not in tiers:
         bench.came(POOL)

@@ -22,9 +22,7 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FIRST_COOLDOWN_S, Sta
 
 
 @pytest.mark.parametrize("outcome", [SUCCESS, FAILED])
-def test_a_block_from_a_file_lands_and_is_then_delivered_from_the_pool(
-    outcome: Any,
-) -> None:
+def test_a_files_block_lands_and_is_delivered_from_the_pool(outcome: Any) -> None:
     rig = file_rig()
     rig.kvcr.statuses[key(1)] = ON_DISK
     rig.load([key(1)], [5])

@@ -107,7 +107,7 @@ def test_events_keep_their_order() -> None:
     assert events == [([key(n % 2)], n % 2 == 1) for n in range(5)]
 
 
-def test_a_job_is_pending_until_its_result_was_taken() -> None:
+def test_a_job_pends_until_its_result_is_taken() -> None:
     rig = StandinRig()
     for chosen in ([key(1)], []):
         rig.store(chosen, range(len(chosen)))
@@ -118,9 +118,7 @@ def test_a_job_is_pending_until_its_result_was_taken() -> None:
         assert not rig.tier.has_pending_work()
 
 
-def test_a_pin_is_pending_until_its_result_was_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_pin_pends_until_its_result_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     # As where a manager's own thread polls for peers.
     monkeypatch.setattr(shims, "HAS_TIER_POLL_THREAD", True)
     rig = StandinRig(control_ports=[7001])
@@ -137,9 +135,7 @@ def test_a_pin_is_pending_until_its_result_was_taken(
     assert not rig.tier.has_pending_work()
 
 
-def test_an_engine_that_nothing_wakes_for_peers_stays_awake(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_that_nothing_wakes_stays_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shims, "HAS_TIER_POLL_THREAD", False)
     assert StandinRig(control_ports=[7001]).tier.has_pending_work()
     assert not StandinRig(secondary_g2_slots=4).tier.has_pending_work()

@@ -31,9 +31,7 @@ POOL = {"secondary_g2_slots": 64, "operation_timeout_ms": 20_000}
 BOOM = "the progress thread was made to die"
 
 
-def test_each_job_ends_once_and_the_engine_goes_on(
-    peers: Any, engines: Any, tier_log: Any
-) -> None:
+def test_jobs_end_once_and_all_goes_on(peers: Any, engines: Any, tier_log: Any) -> None:
     peer = peers({"operation_timeout_ms": 3000, "max_pull_blocks": 64}, rows=64)
     port = free_port()
     options = peer_options(port, enable_telemetry=True, **POOL)

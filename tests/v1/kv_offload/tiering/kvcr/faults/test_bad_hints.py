@@ -27,9 +27,7 @@ THEIRS = make_keys(4, "theirs")
 UNKNOWN = make_keys(2, "unknown")
 
 
-def test_each_is_ignored_while_the_others_are_served(
-    peers: Any, engines: Any, tier_log: Any
-) -> None:
+def test_only_bad_hints_are_ignored(peers: Any, engines: Any, tier_log: Any) -> None:
     patient = {"operation_timeout_ms": 20_000}
     peer = peers(patient, rows=4, hold=THEIRS)
     port = free_port()

@@ -79,9 +79,7 @@ class Scene:
         return answers.count(LookupResult.HIT)
 
 
-def with_peer(
-    peers: Any, engines: Any, folder: Path, **options: Any
-) -> tuple[Scene, Peer]:
+def pair(peers: Any, engines: Any, folder: Path, **options: Any) -> tuple[Scene, Peer]:
     # So patient that it still answers after it was stopped.
     patient = {"operation_timeout_ms": 20_000}
     peer: Peer = peers(patient, rows=8, row_bytes=ROW, hold=KEYS + PROOF)
@@ -108,14 +106,12 @@ def test_all_that_is_held_is_known_and_a_hot_block_stays_however_much_is_stored(
 def test_what_a_peer_writes_straight_into_the_primary_tier_is_right(
     peers: Any, engines: Any, tmp_path: Path
 ) -> None:
-    scene, peer = with_peer(peers, engines, tmp_path, remote_landing="primary")
+    scene, peer = pair(peers, engines, tmp_path, remote_landing="primary")
     assert scene.load(KEYS, make_hint(peer.port, KEYS)).arrived == KEYS
     assert scene.corrupt == 0
 
 
-def test_a_block_stored_again_and_again_with_other_bytes_is_right(
-    engines: Any, tmp_path: Path
-) -> None:
+def test_a_block_stored_with_other_bytes_is_right(engines: Any, tmp_path: Path) -> None:
     """Recomputing is not exact to the bit, and KVCR keeps the first that it got."""
     scene = Scene(engines, tmp_path)
     scene.store(KEYS)
@@ -134,7 +130,7 @@ def test_damage_is_found_in_what_a_peer_sent_once_it_was_loaded(
     if late:
         scene, hint = land_late(peers, engines, tmp_path), None
     else:
-        scene, peer = with_peer(peers, engines, tmp_path)
+        scene, peer = pair(peers, engines, tmp_path)
         hint = make_hint(peer.port, KEYS)
     assert scene.load(KEYS, hint).arrived == KEYS
     assert scene.corrupt == 0
@@ -157,7 +153,7 @@ def test_what_landed_late_and_went_to_a_file_unseen_is_not_trusted(
 
 def land_late(peers: Any, engines: Any, folder: Path) -> Scene:
     """Have four blocks in the pool that nobody waited for."""
-    scene, peer = with_peer(peers, engines, folder)
+    scene, peer = pair(peers, engines, folder)
     assert scene.load(PROOF, make_hint(peer.port, PROOF)).arrived == PROOF
     peer.stop()
     assert scene.load(KEYS, make_hint(peer.port, KEYS)).arrived == []

@@ -45,7 +45,7 @@ def retained_by(engine: Any) -> float:
     return len(tier_module._RETAINED_NATIVE_BUFFERS) - before
 
 
-def begin_and_wait_for_a_byte(
+def pull_to_the_first_byte(
     engine: ManagedEngine, landing: str, hint: object
 ) -> Request:
     """Have a request pull all blocks; return when the peer has begun to write."""
@@ -135,7 +135,7 @@ def test_a_peer_killed_in_the_middle(
     engine: ManagedEngine = managed(options(remote_landing=landing, **at_once), rows=64)
     hint = make_hint(peer.port, KEYS)
     assert engine.run("proof", KEYS[:1], hint).hits == 1
-    victim = begin_and_wait_for_a_byte(engine, landing, hint)
+    victim = pull_to_the_first_byte(engine, landing, hint)
     peer.kill()
 
     if landing == "pool":

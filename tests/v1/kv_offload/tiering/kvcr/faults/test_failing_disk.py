@@ -71,7 +71,7 @@ def test_it_is_said_once_with_the_path_and_ends_when_writing_works(
     assert len([text for text in tier_log.texts() if "disk" in text]) == 1
 
 
-def test_one_of_two_files_is_enough_and_does_not_flap(
+def test_one_of_two_files_is_enough(
     engines: Any, tmp_path: Path, tier_log: Any
 ) -> None:
     paths = [tmp_path / "sound", tmp_path / "failing"]

@@ -41,9 +41,7 @@ def test_the_second_request_is_served(peers: Any, managed: Any) -> None:
         assert set(engine.probe.lost()) <= {"introducing", "not_resident", "not_hinted"}
 
 
-def test_a_peer_that_takes_long_to_answer_is_usable_then_and_waited_for(
-    peers: Any, managed: Any
-) -> None:
+def test_a_slow_peer_is_usable_later_and_waited_for(peers: Any, managed: Any) -> None:
     peer = peers(rows=16, hold=KEYS + OTHERS)
     engine = stranger(managed, pull_timeout_ms=500)
     peer.stop()

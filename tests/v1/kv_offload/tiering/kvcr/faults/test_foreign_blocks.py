@@ -18,9 +18,7 @@ OTHERS = make_keys(8, "others")
 SLOW = {"operation_timeout_ms": 20_000}
 
 
-def test_they_are_a_miss_that_is_counted_and_explained(
-    peers: Any, engines: Any
-) -> None:
+def test_they_are_a_miss_counted_and_explained(peers: Any, engines: Any) -> None:
     spec = make_spec("a model")
     other = make_spec("a model", dtype="float16")
     foreign = peers(SLOW, hold=KEYS, rows=8, spec=other, writer="theirs")

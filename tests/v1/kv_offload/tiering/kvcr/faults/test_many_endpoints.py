@@ -133,9 +133,7 @@ def test_requests_under_way_are_hinted_at_few_peers(pair: tuple[Engine, Any]) ->
     engine.end(named)
 
 
-def test_loads_from_dead_ports_leave_the_landing_pool_free(
-    pair: tuple[Engine, Any],
-) -> None:
+def test_loads_from_dead_ports_leave_the_pool_free(pair: tuple[Engine, Any]) -> None:
     engine, peer = pair
     engine.probe.set_operation_timeout(0.3)
     engine.probe.set_pull_timeout(0.3)

@@ -40,9 +40,7 @@ def test_peers_of_other_releases_are_no_peers(
     assert not late.probe.unstopped
 
 
-def test_only_who_knows_the_secret_gets_anything(
-    peers: Any, engines: Any, tmp_path: Path
-) -> None:
+def test_without_the_secret_no_blocks(peers: Any, engines: Any, tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("0123456789abcdef0123456789abcdef\n")
     secret = {"control_secret_file": str(file)}

@@ -75,7 +75,7 @@ def test_the_manager_raises(source: Engine, pull: Pull) -> None:
         assert pull(others)["arrived"] == 2, f"it serves again after {call}"
 
 
-def test_the_peer_gives_up_before_the_answer(source: Engine, pull: Pull) -> None:
+def test_a_peer_gives_up_before_the_answer(source: Engine, pull: Pull) -> None:
     """A block that is on its way keeps its request waiting, until KVCR cancels it."""
     source.all_pending = True
     answer = pull()
@@ -88,9 +88,7 @@ def test_the_peer_gives_up_before_the_answer(source: Engine, pull: Pull) -> None
     assert source.probe.pins == 0
 
 
-def test_the_peer_gives_up_before_kvcr_has_the_answer(
-    source: Engine, pull: Pull
-) -> None:
+def test_a_peer_gives_up_before_kvcr_has_the_answer(source: Engine, pull: Pull) -> None:
     source.parent_faults["on_request_finished"] = lambda: time.sleep(1.3 * PATIENCE_S)
     jobs_before = len(source.jobs)
     answer = pull()

@@ -68,9 +68,7 @@ def busy_engine(peers: Any, managed: Any, landing: str) -> tuple[ManagedEngine, 
 
 
 @pytest.mark.parametrize("landing", ["pool", "primary"])
-def test_nothing_touches_the_primary_tier_afterwards(
-    peers: Any, managed: Any, landing: str
-) -> None:
+def test_nothing_is_written_afterwards(peers: Any, managed: Any, landing: str) -> None:
     engine, source = busy_engine(peers, managed, landing)
     stopped_s = 3 * OPERATION_S
     resume = threading.Timer(stopped_s, source.go_on)

@@ -25,11 +25,9 @@ KEYS = make_keys(BLOCKS)
 class Scene:
     """This engine as a source, and a target that stops while it is written to."""
 
-    def __init__(
-        self, peers: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def __init__(self, peers: Any, engines: Any, patch: pytest.MonkeyPatch) -> None:
         # Shared memory is written without the target's help; a socket fills up.
-        monkeypatch.setenv("UCX_TLS", "tcp")
+        patch.setenv("UCX_TLS", "tcp")
         self.target: Peer = peers(
             {
                 "operation_timeout_ms": 20_000,

@@ -11,8 +11,7 @@ from typing import Any
 from tests.v1.kv_offload.tiering.kvcr.builders import make_hint
 from tests.v1.kv_offload.tiering.kvcr.conftest import LogLines  # registers the tier
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.child import obey
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
-from vllm.v1.kv_offload.base import OffloadKey
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine, Keys
 
 
 class Commands:
@@ -22,20 +21,18 @@ class Commands:
         self._engine = engine
         self._log = log
 
-    def hold(self, keys: list[OffloadKey], first_chunk: int = 0) -> None:
+    def hold(self, keys: Keys, first_chunk: int = 0) -> None:
         """Have blocks in the primary tier."""
         self._engine.hold(keys, first_chunk)
 
-    def store(self, keys: list[OffloadKey], first_chunk: int = 0) -> bool:
+    def store(self, keys: Keys, first_chunk: int = 0) -> bool:
         """Cascade blocks to the tier; whether all were stored."""
         engine = self._engine
         job = engine.store(keys, range(first_chunk, first_chunk + len(keys)))
         engine.finish(job)
         return job.result is not None and job.result.success
 
-    def pull(
-        self, port: int, keys: list[OffloadKey], request_id: str = "pull"
-    ) -> dict[str, Any]:
+    def pull(self, port: int, keys: Keys, request_id: str = "pull") -> dict[str, Any]:
         """Run one request that is hinted at the engine on ``port``."""
         engine = self._engine
         context = engine.begin(request_id, make_hint(port, keys))
@@ -66,9 +63,7 @@ class Commands:
         }
 
 
-def serve(
-    connection: Connection, engine: dict[str, Any], transport: str | None
-) -> None:
+def serve(pipe: Connection, engine: dict[str, Any], transport: str | None) -> None:
     """Run an engine until the other end closes, or says so."""
     if transport is not None:
         os.environ["UCX_TLS"] = transport
@@ -77,10 +72,10 @@ def serve(
     try:
         own = Engine(**engine)
     except BaseException:
-        connection.send((False, traceback.format_exc()))
+        pipe.send((False, traceback.format_exc()))
         raise
-    connection.send((True, None))
+    pipe.send((True, None))
     try:
-        obey(connection, Commands(own, log), own.step)
+        obey(pipe, Commands(own, log), own.step)
     finally:
         own.close()
