@@ -52,6 +52,19 @@ def peer_rig(*, introduced: bool = True, **options: Any) -> StandinRig:
     return rig
 
 
+def timed_peer_rig(**options: Any) -> tuple[StandinRig, Clock]:
+    """As ``peer_rig``, and its clock, which stands still."""
+    rig = peer_rig(**options)
+    return rig, stop_the_clock(rig)
+
+
+def begin_introduction(rig: StandinRig) -> Operation:
+    """Ask for a block of a peer that is not known yet: what that has KVCR fetch."""
+    rig.hits(keys(1))
+    rig.poll()
+    return fetches(rig)[-1]
+
+
 def fetches(rig: StandinRig) -> list[Operation]:
     return rig.kvcr.of_kind("fetch")
 

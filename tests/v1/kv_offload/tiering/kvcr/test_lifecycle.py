@@ -18,9 +18,6 @@ from vllm.v1.kv_offload.tiering.kvcr.backend import start
 SOON = {"operation_timeout_ms": 20, "abandon_timeout_ms": 40}
 
 
-# --- drain -----------------------------------------------------------------------
-
-
 def test_a_drain_waits_for_jobs_and_pins_says_so_and_keeps_their_results(
     tier_log: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,9 +53,6 @@ def test_drain_waits_for_what_has_not_started_yet() -> None:
     wait_until(ended, "the end of the drain")
     assert [result.success for result in rig.poll()] == [False]
     assert sum(len(op.blocks) for op in rig.kvcr.operations.values()) == 16
-
-
-# --- shutdown --------------------------------------------------------------------
 
 
 def test_shutdown_drains_then_closes_then_frees_once(retained: list[Any]) -> None:
