@@ -59,11 +59,12 @@ class Rig:
         *,
         rows: int = 16,
         row_bytes: int = ROW_BYTES,
+        flat: bool = False,
         spec: Any = None,
         detector: Any = None,
         **options: Any,
     ) -> None:
-        self.memory = np.zeros((rows, row_bytes), np.uint8)
+        self.memory = np.zeros(row_bytes if flat else (rows, row_bytes), np.uint8)
         self.view = memoryview(self.memory)
         self.tier = manager.KVCRSecondaryTierManager(
             spec or make_spec(), self.view, "kvcr", detector, **options

@@ -42,8 +42,7 @@ def peer_rig(*, introduced: bool = True, **options: Any) -> StandinRig:
     rig = StandinRig(
         kvcr=FetchingStandin, control_ports=[7001], enable_telemetry=True, **options
     )
-    for each in keys(8):
-        rig.kvcr.statuses[each] = AT_PEER
+    rig.kvcr.statuses.update(dict.fromkeys(keys(8), AT_PEER))
     rig.tier.on_new_request(request("r", hint(keys(8), PEER)))
     if introduced:
         rig.introduce(key(0))

@@ -85,6 +85,7 @@ class KvcrStandin:
         self.stats = self._new_stats()
         self.stats_given: list[Any] = []
         self.closed = 0
+        self._handles = itertools.count(1)
         self._pieces: list[tuple[int, dict[bytes, OpEntryResult]]] = []
         self._wanted: list[tuple[bytes, ...]] = []
         self._unpinned: list[str] = []
@@ -184,7 +185,7 @@ class KvcrStandin:
 
     def _start(self, kind: str, blocks: Blocks, request_id: str | None) -> int:
         self._called(kind)
-        handle = len(self.operations) + 1
+        handle = next(self._handles)
         self.operations[handle] = Operation(handle, kind, dict(blocks), request_id)
         return handle
 

@@ -22,6 +22,7 @@ from tests.v1.kv_offload.tiering.kvcr.contract import (
     SourceContract,
     TierContract,
 )
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import g3
 from tests.v1.kv_offload.tiering.kvcr.rig import (
     ROW_BYTES,
     Keys,
@@ -84,12 +85,8 @@ class TestPoolAndFiles(TierContract):
 
     @classmethod
     def make(cls, disk: Path, **options: Any) -> Rig:
-        g3 = {
-            "paths": [disk / "a.data", disk / "b.data"],
-            "capacity_bytes_per_file": cls.file_slots * ROW_BYTES,
-            "backend": "POSIX",
-        }
-        return real_rig(cls, secondary_g2_slots=cls.pool_slots, g3=g3, **options)
+        files = g3([disk / "a.data", disk / "b.data"], cls.file_slots, ROW_BYTES)
+        return real_rig(cls, secondary_g2_slots=cls.pool_slots, g3=files, **options)
 
 
 class RealPeers(PullContract):

@@ -47,8 +47,7 @@ def test_what_the_pool_holds_does_not_wait_for_what_has_to_land() -> None:
 
 def test_what_did_not_land_is_never_delivered() -> None:
     rig = file_rig()
-    for each in keys(2):
-        rig.kvcr.statuses[each] = ON_DISK
+    rig.kvcr.statuses.update(dict.fromkeys(keys(2), ON_DISK))
     rig.load(keys(2), range(2))
     (fetch,) = fetches(rig)
     rig.kvcr.complete(fetch.handle, {key(0): FAILED, key(1): SUCCESS})
@@ -109,8 +108,7 @@ def test_a_kvcr_that_fails_while_blocks_land_ends_the_jobs(broken: str) -> None:
 def test_a_disk_that_hangs_costs_one_wait_and_is_then_left_alone(tier_log: Any) -> None:
     rig = file_rig()
     clock = stop_the_clock(rig)
-    for each in keys(12):
-        rig.kvcr.statuses[each] = ON_DISK
+    rig.kvcr.statuses.update(dict.fromkeys(keys(12), ON_DISK))
     first = rig.load(keys(8), range(8), "first")
     behind = rig.load(keys(4, first=8), range(8, 12), "behind")
     clock.now += 1

@@ -292,8 +292,7 @@ def test_what_still_waits_is_dropped_when_its_request_is_gone() -> None:
 
 def test_a_peer_that_hangs_leaves_room_for_others() -> None:
     rig = peer_rig(secondary_g2_slots=512, g3=FILES["g3"], verify_blocks=False)
-    for number in range(200):
-        rig.kvcr.statuses[key(number)] = AT_PEER
+    rig.kvcr.statuses.update(dict.fromkeys(keys(200), AT_PEER))
     rig.kvcr.statuses[key(300)] = ON_DISK
     rig.load(keys(16), range(16), "r")
     rig.kvcr.operations.clear()

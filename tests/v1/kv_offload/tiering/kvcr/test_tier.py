@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 from kvcr.types import CacheTier, QueryStatus
 
-from tests.v1.kv_offload.tiering.kvcr.builders import hint, key, make_spec, request
+from tests.v1.kv_offload.tiering.kvcr.builders import (
+    hint,
+    key,
+    keys,
+    make_spec,
+    request,
+)
 from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig
 from tests.v1.kv_offload.tiering.kvcr.staging_rigs import FILES
 from tests.v1.kv_offload.tiering.kvcr.standin import (
@@ -51,9 +57,8 @@ def test_lookups_are_kvcrs_answers(status: Any, result: LookupResult) -> None:
 def test_a_request_may_pull_no_more_than_it_is_allowed() -> None:
     rig = StandinRig(control_ports=[7001], max_pull_blocks=2, enable_telemetry=True)
     rig.tier.on_new_request(request("r", hint()))
-    for number in range(4):
-        rig.kvcr.statuses[key(number)] = AT_PEER
-    assert rig.hits([key(number) for number in range(4)]) == [key(0), key(1)]
+    rig.kvcr.statuses.update(dict.fromkeys(keys(4), AT_PEER))
+    assert rig.hits(keys(4)) == keys(2)
     assert rig.losses() == {"pull_limit": 2}
 
 

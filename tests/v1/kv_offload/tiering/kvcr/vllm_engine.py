@@ -165,15 +165,6 @@ class Engine:
             self.manager.complete_load(found, context)
         return contents
 
-    def reset(self) -> None:
-        with self.lock:
-            self.manager.reset_cache()
-
-    def reset_flushed(self) -> None:
-        """The workers have nothing of before the reset under way, where that counts."""
-        with self.lock:
-            getattr(self.manager, "on_reset_flushed", lambda: None)()
-
     def stats(self) -> dict[str, dict[tuple[str, ...], Any]]:
         with self.lock:
             return samples(self.manager.get_stats())

@@ -28,16 +28,14 @@ class Scene:
     def __init__(self, peers: Any, engines: Any, patch: pytest.MonkeyPatch) -> None:
         # Shared memory is written without the target's help; a socket fills up.
         patch.setenv("UCX_TLS", "tcp")
-        self.target: Peer = peers(
-            {
-                "operation_timeout_ms": 20_000,
-                "max_operation_bytes": BLOCKS << 20,
-                "max_inflight_bytes": BLOCKS << 20,
-                "landing_slots": 2 * BLOCKS,
-                "max_pull_blocks": BLOCKS,
-            },
-            rows=BLOCKS,
-        )
+        at_once = {
+            "operation_timeout_ms": 20_000,
+            "max_operation_bytes": BLOCKS << 20,
+            "max_inflight_bytes": BLOCKS << 20,
+            "landing_slots": 2 * BLOCKS,
+            "max_pull_blocks": BLOCKS,
+        }
+        self.target: Peer = peers(at_once, rows=BLOCKS)
         port = free_port()
         options = peer_options(
             port,

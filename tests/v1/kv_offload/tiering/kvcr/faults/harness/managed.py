@@ -51,13 +51,7 @@ class Request:
 
 
 class ManagedEngine(Steps):
-    """See above.
-
-    Args:
-        options: The tier's options.
-        rows: Slots of the primary tier.
-        row_bytes: Bytes of a slot.
-    """
+    """See above; the arguments are those of ``Engine``."""
 
     def __init__(
         self, options: dict[str, Any], rows: int = 32, row_bytes: int = MIB
@@ -150,9 +144,8 @@ class ManagedEngine(Steps):
     def resident(self, keys: Keys) -> int:
         """How many of these the primary tier holds."""
         context = request("resident")
-        return sum(
-            self.primary.lookup(key, context) is LookupResult.HIT for key in keys
-        )
+        answers = [self.primary.lookup(key, context) for key in keys]
+        return answers.count(LookupResult.HIT)
 
     def close(self) -> None:
         self.memory = np.empty((0, 0), dtype=np.uint8)
