@@ -85,6 +85,15 @@ def router_hash(offload_key: OffloadKey) -> int | bytes:
     return maybe_convert_block_hash(BlockHash(get_offload_block_hash(offload_key)))
 
 
+def fetch_action(payload: Any, kind: Any = "kv.fetch") -> dict[str, Any]:
+    known = {"action_id": "a", "action_type": kind, "action_version": "1.0"}
+    return known | {"payload": payload}
+
+
+def hint_of(actions: Any) -> dict[str, Any]:
+    return {"protocol_version": "0.1", "message_id": "m", "actions": actions}
+
+
 def hint(
     hinted: Iterable[OffloadKey] = (), endpoint: str = "tcp://10.9.9.9:7001"
 ) -> dict[str, Any]:
@@ -93,13 +102,7 @@ def hint(
         "source_control_endpoint": endpoint,
         "block_hashes": [router_hash(each) for each in hinted] or [1],
     }
-    action = {
-        "action_id": "a",
-        "action_type": "kv.fetch",
-        "action_version": "1.0",
-        "payload": payload,
-    }
-    return {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+    return hint_of([fetch_action(payload)])
 
 
 def make_hint(port: int, hinted: Iterable[OffloadKey]) -> dict[str, Any]:

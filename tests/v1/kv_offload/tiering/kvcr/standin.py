@@ -52,6 +52,7 @@ HIT = (QueryStatus.HIT, CacheTier.LOCAL_G2)
 FETCHING = (QueryStatus.FETCHING, CacheTier.LOCAL_G2)
 ON_DISK = (QueryStatus.FETCHABLE, CacheTier.G3)
 AT_PEER = (QueryStatus.FETCHABLE, CacheTier.REMOTE_G2)
+ANSWERS = (HIT, MISS, ON_DISK, AT_PEER, FETCHING)
 
 
 class Operation(NamedTuple):

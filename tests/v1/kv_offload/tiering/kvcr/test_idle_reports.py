@@ -32,9 +32,8 @@ class Sleeper:
         self.now = 1000.0
         monkeypatch.setattr(idle, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(idle, "wake_engine", self._wake)
-        self.rig = StandinRig(
-            **{"control_ports": [7001], "enable_telemetry": True} | options
-        )
+        options = {"control_ports": [7001], "enable_telemetry": True} | options
+        self.rig = StandinRig(**options)
         self.tier = self.rig.tier
 
     def _wake(self) -> bool:

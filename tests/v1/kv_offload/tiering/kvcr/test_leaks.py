@@ -10,11 +10,8 @@ from tests.v1.kv_offload.tiering.kvcr.faults.harness.probe import Probe
 from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig
 from tests.v1.kv_offload.tiering.kvcr.staging_rigs import FILES
 from tests.v1.kv_offload.tiering.kvcr.standin import (
-    AT_PEER,
+    ANSWERS,
     FAILED,
-    HIT,
-    MISS,
-    ON_DISK,
     SUCCESS,
     FetchingStandin,
 )
@@ -71,7 +68,7 @@ def test_every_table_is_empty_in_the_end() -> None:
     kvcr, play = rig.kvcr, Play(rig, 7)
     for number in range(REQUESTS):
         if number % 50 == 0:
-            status = play.random.choice([HIT, MISS, ON_DISK, AT_PEER])
+            status = play.random.choice(ANSWERS)
             kvcr.statuses[key(play.random.randrange(12))] = status
         play.begin(number)
         while len(play.running) > 8:

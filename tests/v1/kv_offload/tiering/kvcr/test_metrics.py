@@ -43,10 +43,8 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 TELEMETRY = {"type": "kvcr", "secondary_g2_slots": 64, "enable_telemetry": True}
 DEFINITIONS = KVCRSecondaryTierManager.build_metric_definitions(TELEMETRY)
-LOST_LOADS = (
-    "vllm:kvcr_tier_lost_blocks_total",
-    {"engine": "0", "reason": "load_failed"},
-)
+LABELS = {"engine": "0", "reason": "load_failed"}
+FAILED_LOADS = ("vllm:kvcr_tier_lost_blocks_total", LABELS)
 
 
 def telemetry_rig(**options: Any) -> StandinRig:
@@ -158,7 +156,7 @@ def test_two_tiers_of_one_engine_share_their_metrics() -> None:
     both = busy_stats().aggregate(busy_stats())
     assert set(samples(both)) <= set(DEFINITIONS)
     metrics.observe(both.data, 0)
-    assert registry.get_sample_value(*LOST_LOADS) == 2
+    assert registry.get_sample_value(*FAILED_LOADS) == 2
 
 
 def test_the_text_that_prometheus_reads_says_what_was_declared() -> None:
@@ -186,7 +184,7 @@ def test_several_api_servers_add_up_and_tell_their_gauges_apart(
         metrics.observe(busy_stats().data, 0)
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(tmp_path))
-    assert registry.get_sample_value(*LOST_LOADS) == 2
+    assert registry.get_sample_value(*FAILED_LOADS) == 2
     place = {"engine": "0", "place": "dram"}
     loads = "vllm:kvcr_tier_load_duration_seconds_count"
     assert registry.get_sample_value(loads, place) == 2

@@ -65,11 +65,14 @@ def test_a_failed_load_names_what_did_arrive() -> None:
     rig = StandinRig()
     rig.load(keys(4), range(4))
     rig.load(keys(2, first=10), range(4, 6))
+    rig.load([key(20)], [6])
     rig.kvcr.complete(1, {key(0): SUCCESS, key(1): FAILED})
     assert rig.poll() == []
     rig.kvcr.complete(1, {key(3): DROPPED, key(2): SUCCESS})
     rig.kvcr.complete(2, dict.fromkeys(keys(2, first=10), FAILED))
-    some, none = rig.poll()
+    rig.kvcr.complete(3, {key(20): SUCCESS})
+    some, none, other = rig.poll()
+    assert other.success, "it has nothing to do with those"
     assert (some.success, some.successful_keys) == (False, {key(0), key(2)})
     assert (none.success, none.successful_keys) == (False, set())
 
@@ -283,12 +286,3 @@ def test_a_failed_block_is_tried_again_later_and_later_until_it_loads() -> None:
     load("bad", FAILED)
     clock.now += delays[0]
     assert rig.hits([key(1)], "other") == [key(1)], "was not forgotten"
-
-
-def test_one_failure_does_not_touch_the_next_job() -> None:
-    rig = StandinRig()
-    rig.load([key(1)], [0])
-    rig.load([key(2)], [1])
-    rig.kvcr.complete(1, {key(1): FAILED})
-    rig.kvcr.complete(2, {key(2): SUCCESS})
-    assert [result.success for result in rig.poll()] == [False, True]

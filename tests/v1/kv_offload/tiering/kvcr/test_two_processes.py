@@ -19,11 +19,8 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 BLOCKS = 12
 PATIENT = {"operation_timeout_ms": 10_000}
-CARRIERS = [
-    field.name
-    for field in dataclasses.fields(ReqContext)
-    if field.name in ("kv_hints", "kv_transfer_params")
-]
+FIELDS = {field.name for field in dataclasses.fields(ReqContext)}
+CARRIERS = sorted(FIELDS & {"kv_hints", "kv_transfer_params"})
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from typing import Any
 from tests.v1.kv_offload.tiering.kvcr.builders import (
     endpoint_of,
     free_port,
-    make_hint,
     peer_options,
 )
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.bad_hints import (
@@ -37,16 +36,13 @@ def test_only_bad_hints_are_ignored(peers: Any, engines: Any, tier_log: Any) -> 
     own = bad_hint(source_control_endpoint=endpoint_of(port))
     hints = (BAD_HINTS | {"this engine itself": own}).items()
     for name, hint in hints:
-        theirs = engine.begin(f"good {name}", make_hint(peer.port, THEIRS))
-        assert set(engine.lookup_all(THEIRS, theirs)) == {LookupResult.HIT}
-        remote = engine.load(THEIRS, range(4), theirs)
+        good = f"good {name}"
+        remote, theirs = engine.begin_pull(peer.port, THEIRS, range(4), good)
         local = engine.load(OWN, range(4, 4 + len(OWN)))
 
         # The requests beside it, with the hint that is none.
-        for carrier, value in (
-            ("kv_hints", hint),
-            ("kv_transfer_params", {"kv_hint": hint}),
-        ):
+        carriers = {"kv_hints": hint, "kv_transfer_params": {"kv_hint": hint}}
+        for carrier, value in carriers.items():
             context = ReqContext(req_id=f"{name} in {carrier}")
             setattr(context, carrier, value)
             engine.call("on_new_request", context)

@@ -95,9 +95,7 @@ def test_after_a_pause_it_is_asked_again(
     monkeypatch.setattr(peers_module, "FIRST_COOLDOWN_S", 1.0)
     engine: Engine = engines(options(), rows=64)
     port = free_port()
-    early = engine.begin("early", make_hint(port, KEYS))
-    assert set(engine.lookup_all(KEYS, early)) == {LookupResult.HIT}
-    job = engine.load(KEYS, range(64), early)
+    job, early = engine.begin_pull(port, KEYS, range(64), "early")
     assert engine.finish(job) < 1.3 * OPERATION_S
     assert not job.arrived
     engine.end(early)

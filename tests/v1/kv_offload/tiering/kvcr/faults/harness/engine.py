@@ -187,12 +187,17 @@ class Engine(Steps, ParentManager):
 
     def pull(self, port: int, keys: Keys, chunks: Slots, name: str = "pull") -> Job:
         """Run a request that is hinted at the engine on ``port``, to its end."""
-        context = self.begin(name, make_hint(port, keys))
-        assert set(self.lookup_all(keys, context)) == {LookupResult.HIT}
-        job = self.load(keys, chunks, context)
+        job, context = self.begin_pull(port, keys, chunks, name)
         self.finish(job)
         self.end(context)
         return job
+
+    def begin_pull(
+        self, port: int, keys: Keys, chunks: Slots, name: str
+    ) -> tuple[Job, ReqContext]:
+        context = self.begin(name, make_hint(port, keys))
+        assert set(self.lookup_all(keys, context)) == {LookupResult.HIT}
+        return self.load(keys, chunks, context), context
 
     def step(self) -> None:
         """One step of the scheduler."""
