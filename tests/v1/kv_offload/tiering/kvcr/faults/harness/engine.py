@@ -195,6 +195,7 @@ class Engine(Steps, ParentManager):
     def begin_pull(
         self, port: int, keys: Keys, chunks: Slots, name: str
     ) -> tuple[Job, ReqContext]:
+        """As ``pull``, up to its load."""
         context = self.begin(name, make_hint(port, keys))
         assert set(self.lookup_all(keys, context)) == {LookupResult.HIT}
         return self.load(keys, chunks, context), context
