@@ -60,14 +60,15 @@ def endpoint_of(port: int) -> str:
     return f"tcp://{LOCALHOST}:{port}"
 
 
-def peer_options(port: int) -> dict[str, Any]:
-    """The options of a tier that serves peers on ``port``."""
+def peer_options(port: int | None = None, **further: Any) -> dict[str, Any]:
+    """The options of a tier that serves peers on ``port``, by default a free one."""
     return {
-        "control_ports": [port],
+        "control_ports": [port or free_port()],
         "control_host": LOCALHOST,
         "control_advertise_host": LOCALHOST,
         # By default 256 MiB, which take a while to populate.
         "landing_slots": 64,
+        **further,
     }
 
 
@@ -84,6 +85,15 @@ def router_hash(offload_key: OffloadKey) -> int | bytes:
     return maybe_convert_block_hash(BlockHash(get_offload_block_hash(offload_key)))
 
 
+def fetch_action(payload: Any, kind: Any = "kv.fetch") -> dict[str, Any]:
+    known = {"action_id": "a", "action_type": kind, "action_version": "1.0"}
+    return known | {"payload": payload}
+
+
+def hint_of(actions: Any) -> dict[str, Any]:
+    return {"protocol_version": "0.1", "message_id": "m", "actions": actions}
+
+
 def hint(
     hinted: Iterable[OffloadKey] = (), endpoint: str = "tcp://10.9.9.9:7001"
 ) -> dict[str, Any]:
@@ -92,13 +102,7 @@ def hint(
         "source_control_endpoint": endpoint,
         "block_hashes": [router_hash(each) for each in hinted] or [1],
     }
-    action = {
-        "action_id": "a",
-        "action_type": "kv.fetch",
-        "action_version": "1.0",
-        "payload": payload,
-    }
-    return {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+    return hint_of([fetch_action(payload)])
 
 
 def make_hint(port: int, hinted: Iterable[OffloadKey]) -> dict[str, Any]:

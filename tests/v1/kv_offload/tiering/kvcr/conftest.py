@@ -39,6 +39,11 @@ pytest_pycollect_makemodule = pytest_collect_directory
 class LogLines(list[logging.LogRecord]):
     """What the tier logged."""
 
+    def handler(self) -> logging.Handler:
+        handler = logging.Handler()
+        handler.emit = self.append  # type: ignore[method-assign]
+        return handler
+
     def texts(self, level: int = logging.WARNING) -> list[str]:
         return [line.getMessage() for line in self if line.levelno >= level]
 
@@ -47,8 +52,7 @@ class LogLines(list[logging.LogRecord]):
 def tier_log() -> Iterator[LogLines]:
     # vLLM's loggers do not propagate to where pytest listens.
     lines = LogLines()
-    handler = logging.Handler()
-    handler.emit = lines.append  # type: ignore[method-assign]
+    handler = lines.handler()
     logger = logging.getLogger(TIER_PACKAGE)
     level = logger.level
     logger.addHandler(handler)

@@ -17,17 +17,17 @@ import itertools
 import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from kvcr.policy import FIFOPolicy
-from kvcr.types import BlockMeta, CacheTier, PlacementAction, PlacementDecision
+from kvcr.types import BlockMeta, PlacementAction, PlacementDecision
 
 from tests.v1.kv_offload.tiering.kvcr.builders import key, keys, make_spec
-from tests.v1.kv_offload.tiering.kvcr.rig import Rig, samples
+from tests.v1.kv_offload.tiering.kvcr.rig import Keys, Rig, samples
 from tests.v1.kv_offload.tiering.kvcr.standin import RecordingParent
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -36,6 +36,8 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 from vllm.v1.kv_offload.tiering.kvcr.manager import KVCRSecondaryTierManager
+
+Pulled = dict[OffloadKey, bytes | None]
 
 STEP = ScheduleEndContext([], [])
 
@@ -47,14 +49,7 @@ def is_declined(block_key: bytes) -> bool:
 class DeclinesOddBlocks(FIFOPolicy):
     """A policy that does not take every other block."""
 
-    def decide_ingest(
-        self,
-        meta: BlockMeta,
-        source: CacheTier,
-        required_local: bool,
-        router_hints: object | None = None,
-        framework_hints: object | None = None,
-    ) -> PlacementDecision:
+    def decide_ingest(self, meta: BlockMeta, *_: Any, **__: Any) -> PlacementDecision:
         if is_declined(meta.block_key):
             return (PlacementAction.DROP, None)
         return (PlacementAction.KEEP, None)
@@ -138,9 +133,7 @@ class BlockContract(Contract):
 
     # --- more than fits ----------------------------------------------------------
 
-    def test_what_is_evicted_is_a_miss_and_what_is_left_is_right(
-        self, rig: Rig
-    ) -> None:
+    def test_what_was_evicted_is_a_miss_and_the_rest_is_right(self, rig: Rig) -> None:
         stored = {}
         for number, each in enumerate(self.fresh(self.capacity + 6)):
             row = number % self.rows
@@ -159,9 +152,7 @@ class BlockContract(Contract):
                 loaded += 1
         assert loaded >= len(left) // 2
 
-    def test_a_job_larger_than_the_pool_is_stored_and_loaded_in_parts(
-        self, rig: Rig
-    ) -> None:
+    def test_a_job_larger_than_the_pool_goes_in_parts(self, rig: Rig) -> None:
         count = 3 * self.pool_slots
         wanted, stored = self.fresh(count), rig.fill(range(count))
         assert rig.result_of(rig.store(wanted, range(count))).success
@@ -254,9 +245,7 @@ class TierContract(BlockContract):
 
     # --- the end -----------------------------------------------------------------
 
-    def test_a_shutdown_finishes_what_is_under_way(
-        self, rigs: Any, retained: list[Any]
-    ) -> None:
+    def test_a_shutdown_ends_what_goes_on(self, rigs: Any, retained: list[Any]) -> None:
         rig = rigs()
         for number, each in enumerate(self.fresh(8)):
             rig.store([each], [number])
@@ -271,9 +260,7 @@ class PullContract(Contract):
     """For tiers that serve peers."""
 
     @abstractmethod
-    def pull(
-        self, source: Rig, parent: RecordingParent, wanted: Sequence[OffloadKey]
-    ) -> dict[OffloadKey, bytes | None]:
+    def pull(self, source: Rig, parent: RecordingParent, wanted: Keys) -> Pulled:
         """Have a peer pull blocks of ``source``'s primary tier: what it got of each."""
 
     def test_a_peer_gets_what_is_there_and_changes_nothing(self, rig: Rig) -> None:

@@ -21,6 +21,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.kvcr import manager
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import IGNORED_HINTS, LOST_BLOCKS
 
+Keys = Sequence[OffloadKey]
+
 ROW_BYTES = 4096
 PATIENCE_S = 30.0
 
@@ -57,11 +59,12 @@ class Rig:
         *,
         rows: int = 16,
         row_bytes: int = ROW_BYTES,
+        flat: bool = False,
         spec: Any = None,
         detector: Any = None,
         **options: Any,
     ) -> None:
-        self.memory = np.zeros((rows, row_bytes), np.uint8)
+        self.memory = np.zeros(row_bytes if flat else (rows, row_bytes), np.uint8)
         self.view = memoryview(self.memory)
         self.tier = manager.KVCRSecondaryTierManager(
             spec or make_spec(), self.view, "kvcr", detector, **options
@@ -85,15 +88,11 @@ class Rig:
     def hits(self, chosen: Iterable[OffloadKey], request_id: str = "r") -> list[Any]:
         return [k for k in chosen if self.lookup(k, request_id) is LookupResult.HIT]
 
-    def load(
-        self, chosen: Sequence[OffloadKey], chunks: Iterable[int], request_id: str = "r"
-    ) -> int:
-        return self._submit(chosen, chunks, request_id, is_load=True)
+    def load(self, chosen: Keys, chunks: Iterable[int], request_id: str = "r") -> int:
+        return self._submit(chosen, chunks, request_id, True)
 
-    def store(
-        self, chosen: Sequence[OffloadKey], chunks: Iterable[int], request_id: str = "r"
-    ) -> int:
-        return self._submit(chosen, chunks, request_id, is_load=False)
+    def store(self, chosen: Keys, chunks: Iterable[int], request_id: str = "r") -> int:
+        return self._submit(chosen, chunks, request_id, False)
 
     def poll(self) -> list[JobResult]:
         """One step's results, each of them checked against what was given."""
@@ -152,23 +151,13 @@ class Rig:
         }
 
     def _submit(
-        self,
-        chosen: Sequence[OffloadKey],
-        chunks: Iterable[int],
-        request_id: str,
-        *,
-        is_load: bool,
+        self, chosen: Keys, chunks: Iterable[int], request_id: str, is_load: bool
     ) -> int:
         self.tier._backoff.begin(request_id)
         job_id = len(self.given)
         self.given.append(job_id)
-        job = TransferJob(
-            job_id,
-            chosen,
-            np.array(list(chunks), dtype=np.int32),
-            is_load,
-            ReqContext(request_id),
-        )
+        ids = np.array(list(chunks), dtype=np.int32)
+        job = TransferJob(job_id, chosen, ids, is_load, ReqContext(request_id))
         submit = self.tier.submit_load if is_load else self.tier.submit_store
         submit(job)
         return job_id

@@ -42,14 +42,26 @@ def peer_rig(*, introduced: bool = True, **options: Any) -> StandinRig:
     rig = StandinRig(
         kvcr=FetchingStandin, control_ports=[7001], enable_telemetry=True, **options
     )
-    for each in keys(8):
-        rig.kvcr.statuses[each] = AT_PEER
+    rig.kvcr.statuses.update(dict.fromkeys(keys(8), AT_PEER))
     rig.tier.on_new_request(request("r", hint(keys(8), PEER)))
     if introduced:
         rig.introduce(key(0))
         rig.kvcr.operations.clear()
         rig.losses()
     return rig
+
+
+def timed_peer_rig(**options: Any) -> tuple[StandinRig, Clock]:
+    """As ``peer_rig``, and its clock, which stands still."""
+    rig = peer_rig(**options)
+    return rig, stop_the_clock(rig)
+
+
+def begin_introduction(rig: StandinRig) -> Operation:
+    """Ask for a block of a peer that is not known yet: what that has KVCR fetch."""
+    rig.hits(keys(1))
+    rig.poll()
+    return fetches(rig)[-1]
 
 
 def fetches(rig: StandinRig) -> list[Operation]:

@@ -40,6 +40,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import ParentManager, TransferJob
 from vllm.v1.kv_offload.tiering.kvcr.compat import shims
 
+Blocks = Mapping[bytes, Any]
+Status = tuple[QueryStatus, CacheTier | None]
+
 SUCCESS = OpEntryStatus.SUCCESS
 FAILED = OpEntryStatus.FAILED
 DROPPED = OpEntryStatus.DROPPED
@@ -49,6 +52,7 @@ HIT = (QueryStatus.HIT, CacheTier.LOCAL_G2)
 FETCHING = (QueryStatus.FETCHING, CacheTier.LOCAL_G2)
 ON_DISK = (QueryStatus.FETCHABLE, CacheTier.G3)
 AT_PEER = (QueryStatus.FETCHABLE, CacheTier.REMOTE_G2)
+ANSWERS = (HIT, MISS, ON_DISK, AT_PEER, FETCHING)
 
 
 class Operation(NamedTuple):
@@ -67,11 +71,7 @@ class KvcrStandin:
     """
 
     def __init__(
-        self,
-        config: Any,
-        bindings: Any,
-        backend_configs: Any,
-        guard_config: Any = None,
+        self, config: Any, bindings: Any, backend_configs: Any, guard_config: Any = None
     ) -> None:
         self.config = config
         self.bindings = bindings
@@ -79,13 +79,14 @@ class KvcrStandin:
         self.guard_config = guard_config
         self.calls: list[str] = []
         self.raises: dict[str, BaseException] = {}
-        self.statuses: dict[bytes, tuple[QueryStatus, CacheTier | None]] = {}
+        self.statuses: dict[bytes, Status] = {}
         self.operations: dict[int, Operation] = {}
         self.hints: list[tuple[str, Any]] = []
         self.discarded: list[str] = []
         self.stats = self._new_stats()
         self.stats_given: list[Any] = []
         self.closed = 0
+        self._handles = itertools.count(1)
         self._pieces: list[tuple[int, dict[bytes, OpEntryResult]]] = []
         self._wanted: list[tuple[bytes, ...]] = []
         self._unpinned: list[str] = []
@@ -96,16 +97,14 @@ class KvcrStandin:
 
     def query(
         self, keys: Collection[bytes], request_id: str | None = None
-    ) -> list[tuple[QueryStatus, CacheTier | None]]:
+    ) -> list[Status]:
         self._called("query")
         return [self.status_of(key) for key in keys]
 
-    def deliver(
-        self, blocks: Mapping[bytes, Any], request_id: str | None = None
-    ) -> int:
+    def deliver(self, blocks: Blocks, request_id: str | None = None) -> int:
         return self._start("deliver", blocks, request_id)
 
-    def deposit(self, blocks: Mapping[bytes, Any]) -> int:
+    def deposit(self, blocks: Blocks) -> int:
         return self._start("deposit", blocks, None)
 
     def submit_hint(self, *, request_id: str, hints: Any) -> None:
@@ -141,7 +140,7 @@ class KvcrStandin:
 
     # --- what a test calls -------------------------------------------------------
 
-    def status_of(self, key: bytes) -> tuple[QueryStatus, CacheTier | None]:
+    def status_of(self, key: bytes) -> Status:
         return self.statuses.get(key, MISS)
 
     def of_kind(self, kind: str) -> list[Operation]:
@@ -185,11 +184,9 @@ class KvcrStandin:
         if name in self.raises:
             raise self.raises[name]
 
-    def _start(
-        self, kind: str, blocks: Mapping[bytes, Any], request_id: str | None
-    ) -> int:
+    def _start(self, kind: str, blocks: Blocks, request_id: str | None) -> int:
         self._called(kind)
-        handle = len(self.operations) + 1
+        handle = next(self._handles)
         self.operations[handle] = Operation(handle, kind, dict(blocks), request_id)
         return handle
 
@@ -225,9 +222,8 @@ class FetchingStandin(KvcrStandin):
             return
         piece = {}
         for key, status in statuses.items():
-            claim = None
-            if status is SUCCESS:
-                claim = len(self.claims)
+            claim = len(self.claims) if status is SUCCESS else None
+            if claim is not None:
                 self.claims.append(claim)
             piece[key] = OpEntryResult(status, None, claim)  # type: ignore[arg-type]
         self._pieces.append((handle, piece))
@@ -257,7 +253,7 @@ class KeepingStandin(KvcrStandin):
         """The bytes of a block of the primary tier, as a peer would get them."""
         return None if refs is None else self._rows[repr(refs)].tobytes()
 
-    def status_of(self, key: bytes) -> tuple[QueryStatus, CacheTier | None]:
+    def status_of(self, key: bytes) -> Status:
         return HIT if key in self._pool else MISS
 
     def poll_completed(self) -> Iterable[tuple[int, dict[bytes, OpEntryResult]]]:
@@ -266,9 +262,8 @@ class KeepingStandin(KvcrStandin):
             half = (len(operation.blocks) + 1) // 2
             now, later = pending[:half], pending[half:]
             move = self._take_in if operation.kind == "deposit" else self._hand_out
-            self.complete(
-                operation.handle, {key: move(key, operation.blocks[key]) for key in now}
-            )
+            moved = {key: move(key, operation.blocks[key]) for key in now}
+            self.complete(operation.handle, moved)
             if later:
                 self._under_way.append((operation, later))
         return super().poll_completed()
@@ -286,9 +281,7 @@ class KeepingStandin(KvcrStandin):
         self._moved = {}
         return stats
 
-    def _start(
-        self, kind: str, blocks: Mapping[bytes, Any], request_id: str | None
-    ) -> int:
+    def _start(self, kind: str, blocks: Blocks, request_id: str | None) -> int:
         handle = super()._start(kind, blocks, request_id)
         self._under_way.append((self.operations[handle], list(blocks)))
         return handle
@@ -367,13 +360,8 @@ class RecordingParent(ParentManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> TransferJob:
         self._called("create_store_job", list(keys))
-        job = TransferJob(
-            next(self.job_ids),
-            keys,
-            np.array([self.resident[key] for key in keys], dtype=np.int32),
-            False,
-            req_context,
-        )
+        chunks = np.array([self.resident[key] for key in keys], dtype=np.int32)
+        job = TransferJob(next(self.job_ids), keys, chunks, False, req_context)
         self.jobs.append(job)
         return job
 

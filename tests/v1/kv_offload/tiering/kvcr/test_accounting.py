@@ -14,12 +14,8 @@ from tests.v1.kv_offload.tiering.kvcr.builders import key
 from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, StandinRig
 from tests.v1.kv_offload.tiering.kvcr.staging_rigs import FILES
 from tests.v1.kv_offload.tiering.kvcr.standin import (
-    AT_PEER,
+    ANSWERS,
     FAILED,
-    FETCHING,
-    HIT,
-    MISS,
-    ON_DISK,
     SUCCESS,
     FetchingStandin,
     KvcrStandin,
@@ -64,10 +60,7 @@ class Jobs(RuleBasedStateMachine):
         job = submit(chosen, range(len(chosen)), request_id)
         self.jobs[job] = Given(is_load, list(chosen), request_id, before)
 
-    @rule(
-        number=st.integers(0, 11),
-        status=st.sampled_from([HIT, MISS, ON_DISK, AT_PEER, FETCHING]),
-    )
+    @rule(number=st.integers(0, 11), status=st.sampled_from(ANSWERS))
     def move_a_block(self, number: int, status: Any) -> None:
         self.rig.kvcr.statuses[key(number)] = status
 

@@ -22,8 +22,6 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.kvcr import manager
 from vllm.v1.kv_offload.tiering.kvcr.compat import environment, shims
 
-# --- what is said about it -------------------------------------------------------
-
 
 def test_capabilities_are_those_that_are_documented(
     record_testsuite_property: Callable[[str, object], None],
@@ -76,17 +74,12 @@ def test_vllms_configuration_metric_gets_versions_and_capabilities() -> None:
     assert all(isinstance(value, str) for value in info.values())
 
 
-def test_the_check_comes_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_check_comes_before_any_start(monkeypatch: pytest.MonkeyPatch) -> None:
     kvcr, check = mock.Mock(), mock.Mock(side_effect=ImportError("does not fit"))
     monkeypatch.setattr(manager, "check_environment", check)
     with pytest.raises(ImportError, match="does not fit"):
         StandinRig(kvcr=kvcr)
     assert not kvcr.called
-
-
-# --- the next vLLM's jobs --------------------------------------------------------
 
 
 class NextTransferJob:
@@ -107,9 +100,7 @@ class NextTransferJob:
 
 
 class NextParent(RecordingParent):
-    def create_store_job(
-        self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> Any:
+    def create_store_job(self, keys: Any, req_context: ReqContext) -> Any:
         return NextTransferJob(super().create_store_job(keys, req_context))
 
 

@@ -2,41 +2,44 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The contract, over the stand-in and over the real KVCR and NIXL."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.v1.kv_offload.tiering.kvcr.builders import (
-    LOCALHOST,
-    free_port,
-    hint,
+    endpoint_of,
+    make_hint,
+    peer_options,
     request,
 )
 from tests.v1.kv_offload.tiering.kvcr.contract import (
     BlockContract,
     Contract,
     PullContract,
+    Pulled,
     SourceContract,
     TierContract,
 )
-from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, Rig, StandinRig, wait_until
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import g3
+from tests.v1.kv_offload.tiering.kvcr.rig import (
+    ROW_BYTES,
+    Keys,
+    Rig,
+    StandinRig,
+    wait_until,
+)
 from tests.v1.kv_offload.tiering.kvcr.service import Service
 from tests.v1.kv_offload.tiering.kvcr.standin import KeepingStandin, RecordingParent
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import ReqContext
 
 # Not to be mistaken for a dead KVCR where other work takes the processors.
 PATIENT = {"operation_timeout_ms": 10_000}
-PEER = {"control_host": LOCALHOST, "control_advertise_host": LOCALHOST}
 
 
 def real_rig(contract: type[Contract], **options: Any) -> Rig:
     return Rig(rows=contract.rows, **PATIENT, **options)
-
-
-def peers() -> dict[str, Any]:
-    return {"control_ports": [free_port()]} | PEER
 
 
 class TestStandin(TierContract, SourceContract):
@@ -52,9 +55,7 @@ class TestStandin(TierContract, SourceContract):
         rig.kvcr.keep(rig.memory)
         return rig
 
-    def pull(
-        self, source: Rig, parent: RecordingParent, wanted: Sequence[OffloadKey]
-    ) -> dict[OffloadKey, bytes | None]:
+    def pull(self, source: Rig, parent: RecordingParent, wanted: Keys) -> Pulled:
         assert isinstance(source, StandinRig)
         source.kvcr.want(*wanted)
         source.poll()
@@ -84,12 +85,8 @@ class TestPoolAndFiles(TierContract):
 
     @classmethod
     def make(cls, disk: Path, **options: Any) -> Rig:
-        g3 = {
-            "paths": [disk / "a.data", disk / "b.data"],
-            "capacity_bytes_per_file": cls.file_slots * ROW_BYTES,
-            "backend": "POSIX",
-        }
-        return real_rig(cls, secondary_g2_slots=cls.pool_slots, g3=g3, **options)
+        files = g3([disk / "a.data", disk / "b.data"], cls.file_slots, ROW_BYTES)
+        return real_rig(cls, secondary_g2_slots=cls.pool_slots, g3=files, **options)
 
 
 class RealPeers(PullContract):
@@ -100,17 +97,14 @@ class RealPeers(PullContract):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def peer(cls) -> Iterator[None]:
-        cls.sink = real_rig(cls, max_pull_blocks=cls.rows, **peers())
+        cls.sink = real_rig(cls, **peer_options(max_pull_blocks=cls.rows))
         yield
         cls.sink.close()
 
-    def pull(
-        self, source: Rig, parent: RecordingParent, wanted: Sequence[OffloadKey]
-    ) -> dict[OffloadKey, bytes | None]:
+    def pull(self, source: Rig, parent: RecordingParent, wanted: Keys) -> Pulled:
         (port,) = source.tier._config.control_ports or ()
-        endpoint = f"tcp://{LOCALHOST}:{port}"
-        context = request("pull", hint(wanted, endpoint))
-        self.sink.know(endpoint)
+        context = request("pull", make_hint(port, wanted))
+        self.sink.know(endpoint_of(port))
         self.sink.tier.on_new_request(context)
         assert self.sink.hits(wanted, "pull") == list(wanted)
         job = self.sink.load(wanted, range(len(wanted)), "pull")
@@ -136,7 +130,9 @@ class TestPeersAndPool(TierContract, SourceContract, RealPeers):
 
     @classmethod
     def make(cls, disk: Path, **options: Any) -> Rig:
-        return real_rig(cls, secondary_g2_slots=cls.pool_slots, **peers(), **options)
+        return real_rig(
+            cls, **peer_options(secondary_g2_slots=cls.pool_slots, **options)
+        )
 
 
 class ServedRig(Rig):
@@ -144,13 +140,8 @@ class ServedRig(Rig):
 
     def __init__(self, service: Service, **options: Any) -> None:
         self.service = service
-        super().__init__(
-            control_ports=[service.port],
-            **service.options(),
-            **PEER,
-            **PATIENT,
-            **options,
-        )
+        own = peer_options(service.port, **service.options(), **PATIENT)
+        super().__init__(**own, **options)
 
     def close(self) -> None:
         super().close()
@@ -176,7 +167,7 @@ class TestPeersOnly(SourceContract, RealPeers):
 
     @classmethod
     def make(cls, disk: Path, **options: Any) -> Rig:
-        return real_rig(cls, **peers(), **options)
+        return real_rig(cls, **peer_options(**options))
 
 
 class TestPeersStraightToThePrimary(SourceContract, RealPeers):
@@ -184,4 +175,4 @@ class TestPeersStraightToThePrimary(SourceContract, RealPeers):
 
     @classmethod
     def make(cls, disk: Path, **options: Any) -> Rig:
-        return real_rig(cls, remote_landing="primary", **peers(), **options)
+        return real_rig(cls, **peer_options(remote_landing="primary", **options))

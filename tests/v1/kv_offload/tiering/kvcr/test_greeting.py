@@ -111,9 +111,7 @@ def test_a_secret_is_read_without_the_line_end(tmp_path: Path) -> None:
         (b"short\n", "holds 5 bytes"),
     ],
 )
-def test_a_file_that_holds_no_secret(
-    tmp_path: Path, content: bytes | None, told: str
-) -> None:
+def test_a_bad_secret_file(tmp_path: Path, content: bytes | None, told: str) -> None:
     file = tmp_path / "secret"
     if content is not None:
         file.write_bytes(content)

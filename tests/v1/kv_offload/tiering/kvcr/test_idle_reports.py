@@ -32,9 +32,8 @@ class Sleeper:
         self.now = 1000.0
         monkeypatch.setattr(idle, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(idle, "wake_engine", self._wake)
-        self.rig = StandinRig(
-            **{"control_ports": [7001], "enable_telemetry": True} | options
-        )
+        options = {"control_ports": [7001], "enable_telemetry": True} | options
+        self.rig = StandinRig(**options)
         self.tier = self.rig.tier
 
     def _wake(self) -> bool:
@@ -53,15 +52,17 @@ class Sleeper:
             self.now += 0.01
             self.rig.poll()
 
-    def kvcr_moves(self, size: int) -> None:
+    def moves(self) -> None:
         stats = self.rig.kvcr.stats
-        stats.increase_counter(TRANSFER_BYTES_METRIC, size, ("source_write",))
+        stats.increase_counter(TRANSFER_BYTES_METRIC, 4096, ("source_write",))
 
+    def loses(self) -> None:
+        self.rig.kvcr.want(key(1))
+        self.rig.poll()
+        self.tier.serve_external_requests(RecordingParent())
 
-def lose_a_block(sleeper: Sleeper) -> None:
-    sleeper.rig.kvcr.want(key(1))
-    sleeper.rig.poll()
-    sleeper.tier.serve_external_requests(RecordingParent())
+    def fails(self) -> None:
+        self.rig.kvcr.raises["poll_completed"] = RuntimeError("thread died")
 
 
 @pytest.fixture
@@ -73,9 +74,7 @@ def sleeper(monkeypatch: pytest.MonkeyPatch) -> Sleeper:
     return sleeper
 
 
-def test_a_new_engine_takes_one_step_to_tell_its_state(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_new_engine_steps_to_tell_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     sleeper = Sleeper(monkeypatch)
     sleeper.sleep(1.01)
     assert sleeper.woken >= 1
@@ -86,17 +85,12 @@ def test_a_new_engine_takes_one_step_to_tell_its_state(
     assert sleeper.woken == 0
 
 
-@pytest.mark.parametrize("news", ["moved", "lost", "state"])
-def test_for_news_the_engine_takes_one_step(sleeper: Sleeper, news: str) -> None:
+@pytest.mark.parametrize("news", [Sleeper.moves, Sleeper.loses, Sleeper.fails])
+def test_for_news_the_engine_takes_one_step(sleeper: Sleeper, news: Any) -> None:
     sleeper.sleep()
     assert sleeper.woken == 0
     assert not sleeper.tier.has_pending_work()
-    if news == "moved":
-        sleeper.kvcr_moves(4096)
-    elif news == "lost":
-        lose_a_block(sleeper)
-    else:
-        sleeper.rig.kvcr.raises["poll_completed"] = RuntimeError("thread died")
+    news(sleeper)
     sleeper.sleep(1.01)
     assert sleeper.woken == 1
     assert sleeper.tier.has_pending_work()
@@ -108,7 +102,7 @@ def test_for_news_the_engine_takes_one_step(sleeper: Sleeper, news: str) -> None
 
 def test_an_engine_that_steps_is_not_woken(sleeper: Sleeper) -> None:
     for _ in range(20):
-        sleeper.kvcr_moves(4096)
+        sleeper.moves()
         sleeper.sleep(0.5)
         sleeper.step()
     assert sleeper.woken == 0
@@ -116,7 +110,7 @@ def test_an_engine_that_steps_is_not_woken(sleeper: Sleeper) -> None:
 
 def test_an_engine_is_woken_at_most_once_a_second(sleeper: Sleeper) -> None:
     for _ in range(100):
-        sleeper.kvcr_moves(4096)
+        sleeper.moves()
         sleeper.sleep(0.1)
         if sleeper.tier.has_pending_work():
             sleeper.step()
@@ -126,19 +120,17 @@ def test_an_engine_is_woken_at_most_once_a_second(sleeper: Sleeper) -> None:
 def test_where_nothing_can_be_woken_nothing_is_pending(sleeper: Sleeper) -> None:
     sleeper.awake = False
     sleeper.sleep()
-    sleeper.kvcr_moves(4096)
+    sleeper.moves()
     sleeper.sleep()
     assert sleeper.woken > 0
     assert not sleeper.tier.has_pending_work()
 
 
-def test_without_telemetry_the_engine_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_telemetry_the_engine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     sleeper = Sleeper(monkeypatch, enable_telemetry=False)
     sleeper.step()
     sleeper.sleep()
-    lose_a_block(sleeper)
+    sleeper.loses()
     sleeper.sleep()
     assert sleeper.woken == 0
 

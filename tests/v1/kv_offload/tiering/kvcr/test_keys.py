@@ -20,9 +20,7 @@ PREFIXES = st.binary(max_size=20)
 
 
 @given(block_hash=HASHES, group=GROUPS, prefix=PREFIXES)
-def test_a_key_comes_back_from_a_block_key(
-    block_hash: bytes, group: int, prefix: bytes
-) -> None:
+def test_a_key_comes_back_whole(block_hash: bytes, group: int, prefix: bytes) -> None:
     codec = KeyCodec(prefix)
     offload_key = make_offload_key(block_hash, group)
     block_key = codec.encode(offload_key)

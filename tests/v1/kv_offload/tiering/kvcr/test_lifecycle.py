@@ -18,9 +18,6 @@ from vllm.v1.kv_offload.tiering.kvcr.backend import start
 SOON = {"operation_timeout_ms": 20, "abandon_timeout_ms": 40}
 
 
-# --- drain -----------------------------------------------------------------------
-
-
 def test_a_drain_waits_for_jobs_and_pins_says_so_and_keeps_their_results(
     tier_log: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,9 +55,6 @@ def test_drain_waits_for_what_has_not_started_yet() -> None:
     assert sum(len(op.blocks) for op in rig.kvcr.operations.values()) == 16
 
 
-# --- shutdown --------------------------------------------------------------------
-
-
 def test_shutdown_drains_then_closes_then_frees_once(retained: list[Any]) -> None:
     freed: list[bool] = []
 
@@ -91,9 +85,7 @@ def test_a_shutdown_in_the_middle_ends_in_time_and_once(retained: list[Any]) -> 
     assert sorted(rig.finished) == sorted(rig.given)
 
 
-def test_a_close_that_raises_keeps_the_buffers(
-    retained: list[Any], tier_log: Any
-) -> None:
+def test_a_close_that_raises_keeps_buffers(retained: list[Any], tier_log: Any) -> None:
     rig = StandinRig()
     rig.kvcr.raises["close"] = RuntimeError("unresolved operations")
     rig.tier.shutdown()

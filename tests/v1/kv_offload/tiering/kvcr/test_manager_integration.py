@@ -13,14 +13,15 @@ import pytest
 from kvcr import TRANSFER_BLOCKS_METRIC
 
 from tests.v1.kv_offload.tiering.kvcr.builders import (
-    LOCALHOST,
-    free_port,
-    hint,
+    endpoint_of,
     key,
     keys,
+    make_hint,
+    peer_options,
     request,
 )
 from tests.v1.kv_offload.tiering.kvcr.contract import DeclinesOddBlocks, is_declined
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import g3
 from tests.v1.kv_offload.tiering.kvcr.rig import ROW_BYTES, wait_until
 from tests.v1.kv_offload.tiering.kvcr.vllm_engine import Engine
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
@@ -28,7 +29,6 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 from vllm.v1.kv_offload.tiering.kvcr.reports.metrics import LOST_BLOCKS
 
 POOL = {"secondary_g2_slots": 32, "operation_timeout_ms": 10_000}
-PEER = {"control_host": LOCALHOST, "control_advertise_host": LOCALHOST}
 
 MakeEngine = Callable[..., Engine]
 Blocks = dict[OffloadKey, np.ndarray]
@@ -50,20 +50,13 @@ def engine_of() -> Iterator[MakeEngine]:
 
 def with_files(path: Path) -> dict[str, Any]:
     """A small pool, and a file below it."""
-    g3 = {
-        "paths": [str(path)],
-        "capacity_bytes_per_file": 64 * ROW_BYTES,
-        "backend": "POSIX",
-    }
-    return POOL | {"secondary_g2_slots": 4, "g3": g3, "enable_telemetry": True}
+    options = {"secondary_g2_slots": 4, "g3": g3([str(path)], 64, ROW_BYTES)}
+    return POOL | options | {"enable_telemetry": True}
 
 
 def blocks(count: int, first: int = 0) -> Blocks:
-    random = np.random.default_rng(first)
-    return {
-        each: random.integers(0, 256, ROW_BYTES, np.uint8)
-        for each in keys(count, first)
-    }
+    rows = np.random.default_rng(first).integers(0, 256, (count, ROW_BYTES), np.uint8)
+    return dict(zip(keys(count, first), rows, strict=True))
 
 
 def put_all(engine: Engine, contents: Blocks) -> None:
@@ -91,9 +84,7 @@ def assert_all_come_back(engine: Engine, contents: Blocks) -> None:
         engine.end(context)
 
 
-def test_blocks_come_back_after_the_primary_tier_was_overrun(
-    engine_of: MakeEngine,
-) -> None:
+def test_blocks_come_back_once_the_primary_is_overrun(engine_of: MakeEngine) -> None:
     engine = engine_of(POOL)
     assert engine.tiers[0]._prefix, "no namespace of its model"
     contents = blocks(24)
@@ -118,9 +109,7 @@ def test_a_request_may_end_before_its_jobs(engine_of: MakeEngine) -> None:
     engine.end(context)
 
 
-def test_files_below_the_pool_serve_what_the_pool_evicted(
-    engine_of: MakeEngine, disk: Path
-) -> None:
+def test_files_serve_what_the_pool_evicted(engine_of: MakeEngine, disk: Path) -> None:
     engine = engine_of(with_files(disk / "evicted.data"))
     contents = blocks(24)
     put_all(engine, contents)
@@ -129,9 +118,7 @@ def test_files_below_the_pool_serve_what_the_pool_evicted(
     assert any("g3" in operation for (operation,) in moved)
 
 
-def test_a_file_cut_to_nothing_costs_one_failed_load(
-    engine_of: MakeEngine, disk: Path
-) -> None:
+def test_a_file_cut_to_nothing_costs_a_load(engine_of: MakeEngine, disk: Path) -> None:
     path = disk / "cut.data"
     engine = engine_of(with_files(path))
     contents = blocks(24)
@@ -155,16 +142,13 @@ def test_a_file_cut_to_nothing_costs_one_failed_load(
     assert sum(failures.values()) <= 1
     # Nobody else gets wrong bytes, and what lies in the pool is still served.
     context = engine.begin(ReqContext("other"))
-    newest = keys(2, first=22)
-    assert_same(engine.get(context, newest), contents)
+    assert_same(engine.get(context, keys(2, first=22)), contents)
     assert_same(engine.get(context, keys(8)), contents)
     engine.end(context)
 
 
 def test_stores_with_nowhere_to_go_are_no_failures(engine_of: MakeEngine) -> None:
-    engine = engine_of(
-        {"control_ports": [free_port()], "enable_telemetry": True, **PEER}
-    )
+    engine = engine_of(peer_options(enable_telemetry=True))
     for number in range(20):
         context = engine.begin(ReqContext(f"r{number}"))
         engine.put(context, blocks(1, first=number))
@@ -186,7 +170,7 @@ def test_events_of_primary_and_tier_reach_vllm(engine_of: MakeEngine) -> None:
     assert engine.events() == []
 
 
-def test_a_shutdown_leaves_no_shared_memory(engine_of: MakeEngine) -> None:
+def test_a_shutdown_leaves_no_shared_memory() -> None:
     engine = Engine(POOL)
     path = Path(engine.manager.primary_tier._mmap_region.mmap_path)
     context = engine.begin(ReqContext("r"))
@@ -196,25 +180,21 @@ def test_a_shutdown_leaves_no_shared_memory(engine_of: MakeEngine) -> None:
 
 
 def test_after_a_reset_nothing_touches_the_primary_tier(engine_of: MakeEngine) -> None:
-    port = free_port()
     # What its pool declines lies in the source's primary tier alone: a peer that
     # asks for it needs a pin.
     policy = f"{DeclinesOddBlocks.__module__}.{DeclinesOddBlocks.__name__}"
-    source = engine_of(
-        {**POOL, **PEER, "control_ports": [port], "policy": policy}, chunks=16
-    )
-    sink = engine_of(
-        {**POOL, **PEER, "control_ports": [free_port()], "max_pull_blocks": 8}
-    )
+    serving = peer_options(policy=policy, **POOL)
+    source = engine_of(serving, chunks=16)
+    sink = engine_of(peer_options(max_pull_blocks=8, **POOL))
     stored = {k: v for k, v in blocks(48, first=100).items() if not is_declined(k)}
     pulled = {k: v for k, v in blocks(8, first=500).items() if is_declined(k)}
     put_all(source, stored)
     put_all(source, pulled)
 
     tier = source.tiers[0]
-    endpoint = f"tcp://{LOCALHOST}:{port}"
-    sink.tiers[0]._staging._liveness.heard(endpoint)
-    pull = sink.begin(request("pull", hint(pulled, endpoint)))
+    (port,) = serving["control_ports"]
+    sink.tiers[0]._staging._liveness.heard(endpoint_of(port))
+    pull = sink.begin(request("pull", make_hint(port, pulled)))
     busy = source.begin(ReqContext("busy"))
 
     def pinned() -> bool:
@@ -232,11 +212,10 @@ def test_after_a_reset_nothing_touches_the_primary_tier(engine_of: MakeEngine) -
         jobs = [job.transfer_job for job in source.manager._transfer_jobs.values()]
         assert {job.is_promotion for job in jobs} == {True, False}
 
-        source.reset()
+        source.manager.reset_cache()
 
-        pattern = np.random.default_rng(9).integers(
-            0, 256, source.memory.shape, np.uint8
-        )
+        random = np.random.default_rng(9)
+        pattern = random.integers(0, 256, source.memory.shape, np.uint8)
         source.memory[:] = pattern
         assert not source.manager._transfer_jobs
         assert tier._pins.outstanding == 0
@@ -248,8 +227,9 @@ def test_after_a_reset_nothing_touches_the_primary_tier(engine_of: MakeEngine) -
     assert np.array_equal(source.memory, pattern)
     # What the peer was given is what was there before.
     assert_same(sink.get(pull, list(pulled)), pulled)
-    # The engine goes on.
-    source.reset_flushed()
+    # The engine goes on, once its workers have nothing of before under way.
+    with source.lock:
+        getattr(source.manager, "on_reset_flushed", lambda: None)()
     after = source.begin(ReqContext("after"))
     oldest = list(stored)[:4]
     found = source.get(after, oldest)

@@ -43,6 +43,8 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 TELEMETRY = {"type": "kvcr", "secondary_g2_slots": 64, "enable_telemetry": True}
 DEFINITIONS = KVCRSecondaryTierManager.build_metric_definitions(TELEMETRY)
+LABELS = {"engine": "0", "reason": "load_failed"}
+FAILED_LOADS = ("vllm:kvcr_tier_lost_blocks_total", LABELS)
 
 
 def telemetry_rig(**options: Any) -> StandinRig:
@@ -51,33 +53,19 @@ def telemetry_rig(**options: Any) -> StandinRig:
 
 def test_kvcrs_metrics_keep_their_names_behind_vllms_prefix() -> None:
     assert all(name.startswith("vllm:kvcr_") for name in DEFINITIONS)
-    declared = {name: (type(d), d.labelnames) for name, d in DEFINITIONS.items()}
-    assert (
-        declared.items()
-        >= {
-            f"vllm:{DURATION_METRIC}": (
-                OffloadingHistogramMetadata,
-                ("scope", "result"),
-            ),
-            f"vllm:{TRANSFER_BYTES_METRIC}": (
-                OffloadingCounterMetadata,
-                ("operation",),
-            ),
-            f"vllm:{TRANSFER_BLOCKS_METRIC}": (
-                OffloadingCounterMetadata,
-                ("operation",),
-            ),
-            f"vllm:{STATE_METRIC}": (OffloadingGaugeMetadata, ("resource",)),
-        }.items()
-    )
+    for name, kind, labels in (
+        (DURATION_METRIC, OffloadingHistogramMetadata, ("scope", "result")),
+        (TRANSFER_BYTES_METRIC, OffloadingCounterMetadata, ("operation",)),
+        (TRANSFER_BLOCKS_METRIC, OffloadingCounterMetadata, ("operation",)),
+        (STATE_METRIC, OffloadingGaugeMetadata, ("resource",)),
+    ):
+        declared = DEFINITIONS[f"vllm:{name}"]
+        assert (type(declared), declared.labelnames) == (kind, labels)
 
 
 def test_without_telemetry_nothing_is_declared() -> None:
     for options in ({"enable_telemetry": "off"}, {"type": "kvcr"}):
         assert KVCRSecondaryTierManager.build_metric_definitions(options) == {}
-
-
-# --- stats -----------------------------------------------------------------------
 
 
 def test_without_telemetry_there_are_no_stats() -> None:
@@ -133,9 +121,6 @@ def test_stats_that_cannot_be_had_fail_the_tier_and_say_so() -> None:
     assert rig.kvcr.calls.count("get_stats") == 1
 
 
-# --- as vLLM exports them --------------------------------------------------------
-
-
 def exporter(*tiers: dict[str, Any]) -> tuple[OffloadPromMetrics, CollectorRegistry]:
     """vLLM's own exporter for an engine with these tiers; registering a name twice
     raises."""
@@ -145,12 +130,9 @@ def exporter(*tiers: dict[str, Any]) -> tuple[OffloadPromMetrics, CollectorRegis
         "cpu_bytes_to_use": 1 << 20,
         "secondary_tiers": list(tiers),
     }
-    config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra)
-    )
-    kinds = {
-        kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
-    }
+    transfer = SimpleNamespace(kv_connector_extra_config=extra)
+    config = SimpleNamespace(kv_transfer_config=transfer)
+    kinds = {k: partial(k, registry=registry) for k in (Counter, Gauge, Histogram)}
     exporter = OffloadPromMetrics(config, kinds, ["engine"], {0: ["0"]})  # type: ignore[arg-type]
     return exporter, registry
 
@@ -174,19 +156,14 @@ def test_two_tiers_of_one_engine_share_their_metrics() -> None:
     both = busy_stats().aggregate(busy_stats())
     assert set(samples(both)) <= set(DEFINITIONS)
     metrics.observe(both.data, 0)
-    lost = registry.get_sample_value(
-        "vllm:kvcr_tier_lost_blocks_total", {"engine": "0", "reason": "load_failed"}
-    )
-    assert lost == 2
+    assert registry.get_sample_value(*FAILED_LOADS) == 2
 
 
 def test_the_text_that_prometheus_reads_says_what_was_declared() -> None:
     metrics, registry = exporter(TELEMETRY)
     metrics.observe(busy_stats().data, 0)
-    families = {
-        family.name: family
-        for family in text_string_to_metric_families(generate_latest(registry).decode())
-    }
+    text = generate_latest(registry).decode()
+    families = {each.name: each for each in text_string_to_metric_families(text)}
     for name, definition in DEFINITIONS.items():
         family = families[name]
         assert family.type in type(definition).__name__.lower()
@@ -207,8 +184,7 @@ def test_several_api_servers_add_up_and_tell_their_gauges_apart(
         metrics.observe(busy_stats().data, 0)
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(tmp_path))
-    lost = {"engine": "0", "reason": "load_failed"}
-    assert registry.get_sample_value("vllm:kvcr_tier_lost_blocks_total", lost) == 2
+    assert registry.get_sample_value(*FAILED_LOADS) == 2
     place = {"engine": "0", "place": "dram"}
     loads = "vllm:kvcr_tier_load_duration_seconds_count"
     assert registry.get_sample_value(loads, place) == 2

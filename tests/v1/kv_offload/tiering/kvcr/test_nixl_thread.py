@@ -45,9 +45,7 @@ def test_kvcrs_agent_has_the_delay_and_moves_blocks(
         assert (rig.memory[4:8] == written).all()
 
 
-def test_a_nixl_without_this_setting_is_used_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_nixl_without_it_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other:
         pass
 

@@ -21,8 +21,10 @@ from vllm.v1.kv_offload.tiering.kvcr.peers.pins import MAX_KEYS_PER_SERVE
 FOUR_CALLS = ["on_new_request", "lookup", "create_store_job", "on_request_finished"]
 
 
-def pin_rig(**options: Any) -> StandinRig:
-    return StandinRig(control_ports=[7001], enable_telemetry=True, **options)
+def pin_rig(*chunks: int, **options: Any) -> tuple[StandinRig, RecordingParent]:
+    """A tier that serves peers, and a parent that has blocks 1, 2 and so on there."""
+    rig = StandinRig(control_ports=[7001], enable_telemetry=True, **options)
+    return rig, RecordingParent(dict(zip(keys(8, first=1), chunks, strict=False)))
 
 
 def ask(rig: StandinRig, parent: RecordingParent, *wanted: bytes) -> Any:
@@ -40,8 +42,7 @@ def refs(rig: StandinRig, chunk: int) -> Any:
 
 
 def test_a_request_is_answered_in_the_parents_order_of_calls() -> None:
-    rig = pin_rig()
-    parent = RecordingParent({key(1): 7, key(2): 4})
+    rig, parent = pin_rig(7, 4)
     handle, blocks = ask(rig, parent, key(1), key(2))
     assert parent.call_names == ["on_new_request", "lookup", *FOUR_CALLS[1:]]
     assert handle == f"kvcr-job-{parent.jobs[0].job_id}"
@@ -49,47 +50,37 @@ def test_a_request_is_answered_in_the_parents_order_of_calls() -> None:
 
 
 def test_the_answer_reaches_kvcr_in_the_same_step() -> None:
-    rig = pin_rig()
+    rig, parent = pin_rig(7)
     rig.kvcr.want(key(1))
     assert rig.poll() == []
     assert rig.kvcr.pin_answers == {}
     polls = rig.kvcr.calls.count("poll_completed")
-    rig.tier.serve_external_requests(RecordingParent({key(1): 7}))
+    rig.tier.serve_external_requests(parent)
     assert rig.kvcr.calls.count("poll_completed") == polls + 1
     assert len(rig.kvcr.pin_answers) == 1
 
 
 def test_without_requests_serving_does_nothing() -> None:
-    rig = pin_rig()
-    parent = RecordingParent()
+    rig, parent = pin_rig()
     rig.tier.serve_external_requests(parent)
     assert (rig.kvcr.calls, parent.calls) == ([], [])
 
 
-def test_a_missing_key_is_described_as_none() -> None:
-    rig = pin_rig()
-    parent = RecordingParent({key(1): 7})
+def test_a_missing_key_is_described_as_none_and_nothing_there_is_no_job() -> None:
+    rig, parent = pin_rig(7)
     _, blocks = ask(rig, parent, key(1), key(2))
     assert blocks == {key(1): refs(rig, 7), key(2): None}
-    assert parent.jobs[0].keys == [key(1)]
+    assert [job.keys for job in parent.jobs] == [[key(1)]]
     assert rig.losses() == {"not_pinned": 1}
-
-
-def test_nothing_there_is_answered_without_a_job() -> None:
-    rig = pin_rig()
-    parent = RecordingParent()
-    assert ask(rig, parent, key(1), key(2)) is None
-    assert parent.jobs == []
+    assert ask(rig, parent, key(2), key(3)) is None
+    assert len(parent.jobs) == 1
     assert parent.call_names[-1] == "on_request_finished"
     assert rig.losses() == {"not_pinned": 2}
 
 
 @pytest.mark.parametrize("answer", [LookupResult.HIT_PENDING, LookupResult.RETRY])
-def test_a_block_on_its_way_is_never_pinned_and_answered_once_it_is_there(
-    answer: LookupResult,
-) -> None:
-    rig = pin_rig()
-    parent = RecordingParent({key(1): 7, key(2): 4})
+def test_a_block_on_its_way_is_answered_once_it_is_there(answer: LookupResult) -> None:
+    rig, parent = pin_rig(7, 4)
     parent.answers[key(2)] = answer
     assert ask(rig, parent, key(1), key(2)) == "none"
     assert parent.jobs == []
@@ -101,8 +92,7 @@ def test_a_block_on_its_way_is_never_pinned_and_answered_once_it_is_there(
 
 
 def test_each_request_has_an_id_of_its_own_that_no_request_of_vllms_has() -> None:
-    rig, other = pin_rig(), pin_rig()
-    parent = RecordingParent({key(1): 7})
+    (rig, parent), (other, _) = pin_rig(7), pin_rig()
     for each in (rig, rig, other):
         ask(each, parent, key(1))
     opened = [name for call, name in parent.calls if call == "on_new_request"]
@@ -112,8 +102,7 @@ def test_each_request_has_an_id_of_its_own_that_no_request_of_vllms_has() -> Non
 
 
 def test_a_release_ends_the_job_well_and_a_second_changes_nothing() -> None:
-    rig = pin_rig()
-    parent = RecordingParent({key(1): 7})
+    rig, parent = pin_rig(7)
     handle, _ = ask(rig, parent, key(1))
     for _ in range(3):
         rig.kvcr.unpin(handle)
@@ -123,8 +112,7 @@ def test_a_release_ends_the_job_well_and_a_second_changes_nothing() -> None:
 
 
 def test_two_peers_pin_the_same_block_apart() -> None:
-    rig = pin_rig()
-    parent = RecordingParent({key(1): 7})
+    rig, parent = pin_rig(7)
     one, _ = ask(rig, parent, key(1))
     other, _ = ask(rig, parent, key(1))
     assert one != other
@@ -135,8 +123,8 @@ def test_two_peers_pin_the_same_block_apart() -> None:
 
 
 def test_a_peers_slow_store_is_no_pressure_of_this_tiers() -> None:
-    rig = pin_rig(detector=object())
-    handle, _ = ask(rig, RecordingParent({key(1): 7}), key(1))
+    rig, parent = pin_rig(7, detector=object())
+    handle, _ = ask(rig, parent, key(1))
     rig.kvcr.unpin(handle)
     (result,) = rig.poll()
     if shims.HAS_BACKPRESSURE:
@@ -144,8 +132,7 @@ def test_a_peers_slow_store_is_no_pressure_of_this_tiers() -> None:
 
 
 def test_a_request_cancelled_before_it_was_answered_never_is() -> None:
-    rig = pin_rig()
-    parent = RecordingParent({key(1): 7})
+    rig, parent = pin_rig(7)
     request = rig.kvcr.bindings.request_pin((key(1),))
     rig.kvcr.bindings.cancel_pin_request(request)
     rig.tier.serve_external_requests(parent)
@@ -155,16 +142,10 @@ def test_a_request_cancelled_before_it_was_answered_never_is() -> None:
 
 
 @pytest.mark.parametrize("broken", FOUR_CALLS)
-def test_a_parent_that_raises_loses_a_pin_and_nothing_else(
-    broken: str, tier_log: Any
-) -> None:
-    rig = pin_rig()
-    parent = RecordingParent({key(1): 7})
+def test_a_parent_that_raises_loses_only_a_pin(broken: str, tier_log: Any) -> None:
+    rig, parent = pin_rig(7)
     parent.raises[broken] = RuntimeError("parent")
-    rig.kvcr.want(key(1))
-    rig.poll()
-    rig.tier.serve_external_requests(parent)
-    assert list(rig.kvcr.pin_answers.values()) == [None]
+    assert ask(rig, parent, key(1)) is None
     assert parent.call_names[-1] == "on_request_finished"
     # A job that was made is returned as failed, once.
     results = rig.poll()
@@ -188,7 +169,7 @@ def test_a_job_that_does_not_match_is_returned_as_failed() -> None:
             job.chunk_ids = job.chunk_ids[:-1]
             return job
 
-    rig = pin_rig()
+    rig, _ = pin_rig()
     parent = Short({key(1): 7, key(2): 4})
     assert ask(rig, parent, key(1), key(2)) is None
     assert [(r.job_id, r.success) for r in rig.poll()] == [
@@ -196,19 +177,15 @@ def test_a_job_that_does_not_match_is_returned_as_failed() -> None:
     ]
 
 
-def test_a_drain_does_not_wait_for_ever_for_a_peer_that_died() -> None:
+def test_a_drain_waits_for_a_pin_but_not_for_ever_for_a_peer_that_died() -> None:
     """Its write may still read the blocks, and it takes nothing for valid any more."""
-    rig = pin_rig(operation_timeout_ms=10, abandon_timeout_ms=20)
-    parent = RecordingParent({key(1): 7})
+    rig, parent = pin_rig(7, operation_timeout_ms=10, abandon_timeout_ms=20)
     handle, _ = ask(rig, parent, key(1))
-    rig.kvcr.bindings.on_resilience_event(
-        transfer_error(
-            "uncertain",
-            op_handle=1,
-            source_blocks={key(1): refs(rig, 7)},
-            source_owners={key(1): "framework"},
-        )
-    )
+    assert rig.tier._drain(0.1) is False, "KVCR still holds it"
+    fields = {"source_blocks": {key(1): refs(rig, 7)}}
+    fields["source_owners"] = {key(1): "framework"}
+    error = transfer_error("uncertain", op_handle=1, **fields)
+    rig.kvcr.bindings.on_resilience_event(error)
     assert rig.kvcr.bindings.release_pin(handle) is False
     assert rig.poll() == []
     rig.tier.drain_jobs()
@@ -219,16 +196,8 @@ def test_a_drain_does_not_wait_for_ever_for_a_peer_that_died() -> None:
     assert list(rig.tier.get_finished_jobs()) == []
 
 
-def test_a_pin_that_kvcr_still_holds_is_waited_for() -> None:
-    rig = pin_rig(operation_timeout_ms=10, abandon_timeout_ms=20)
-    parent = RecordingParent({key(1): 7})
-    ask(rig, parent, key(1))
-    assert rig.tier._drain(0.1) is False
-
-
 def test_a_flood_of_requests_is_spread_over_steps() -> None:
-    rig = pin_rig()
-    parent = RecordingParent({key(1): 7})
+    rig, parent = pin_rig(7)
     each = MAX_KEYS_PER_SERVE // 2
     for first in range(0, 5 * each, each):
         rig.kvcr.want(*keys(each, first=first + 100))
@@ -256,8 +225,7 @@ STEPS = st.lists(
 @given(steps=STEPS)
 @settings(deadline=None)
 def test_each_job_made_for_a_pin_comes_back_once(steps: list[tuple[str, Any]]) -> None:
-    rig = pin_rig()
-    parent = RecordingParent()
+    rig, parent = pin_rig()
     for action, what in steps:
         if action == "ask":
             rig.kvcr.want(*what)
@@ -293,7 +261,7 @@ def test_each_job_made_for_a_pin_comes_back_once(steps: list[tuple[str, Any]]) -
 
 def test_no_result_is_lost_while_another_thread_gives_pins_back() -> None:
     """KVCR, as it is closed, releases pins on the thread that closes it."""
-    rig = pin_rig()
+    rig, _ = pin_rig()
     pins = rig.tier._pins
     count = 3000
     parent = RecordingParent({key(number): number % 16 for number in range(count)})

@@ -8,21 +8,21 @@ as often as they can.
 """
 
 import threading
-from typing import Any
+from functools import partial
 
 import numpy as np
 
-from tests.v1.kv_offload.tiering.kvcr.builders import free_port, keys, peer_options
+from tests.v1.kv_offload.tiering.kvcr.builders import keys, peer_options
 from tests.v1.kv_offload.tiering.kvcr.rig import Rig, wait_until
 from tests.v1.kv_offload.tiering.kvcr.standin import RecordingParent
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.base import ReqContext
 
 OPERATIONS = 100_000
 KEYS = keys(256)
 
 
 def test_a_hundred_thousand_operations() -> None:
-    rig = Rig(rows=64, secondary_g2_slots=128, **peer_options(free_port()))
+    rig = Rig(rows=64, **peer_options(secondary_g2_slots=128))
     lock = threading.Lock()
     stop = threading.Event()
     polls = 0
@@ -54,20 +54,15 @@ def test_a_hundred_thousand_operations() -> None:
             with lock:
                 rig.memory[:16] = expected[first : first + 16]
                 store = rig.store(part, range(16))
-            finish(rig, lock, store)
+            wait_until(partial(rig.finished.get, store), "a store")
             with lock:
                 rig.memory[16:32] = 0
                 # vLLM loads what is a hit, and the pool is smaller than the keys.
-                found = [
-                    number
-                    for number in range(first, first + 16)
-                    if rig.tier.lookup(KEYS[number], ReqContext("r"))
-                    is LookupResult.HIT
-                ]
-                load = rig.load([KEYS[n] for n in found], range(16, 16 + len(found)))
-            result = finish(rig, lock, load)
-            assert result.success
-            assert (rig.memory[16 : 16 + len(found)] == expected[found]).all()
+                found = rig.hits(part)
+                load = rig.load(found, range(16, 16 + len(found)))
+            right = expected[[KEYS.index(each) for each in found]]
+            assert wait_until(partial(rig.finished.get, load), "a load").success
+            assert (rig.memory[16 : 16 + len(found)] == right).all()
             done += 16 * 3
             loaded += len(found)
             for number in random.integers(0, len(KEYS), 200):
@@ -82,13 +77,3 @@ def test_a_hundred_thousand_operations() -> None:
     assert loaded > 1000
     assert polls > 1000
     assert sorted(rig.finished) == rig.given
-
-
-def finish(rig: Rig, lock: threading.Lock, job_id: int) -> Any:
-    """Wait for the poll thread to bring a job's result."""
-
-    def result() -> Any:
-        with lock:
-            return rig.finished.get(job_id)
-
-    return wait_until(result, f"job {job_id}")

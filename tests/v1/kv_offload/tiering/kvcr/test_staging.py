@@ -15,24 +15,14 @@ from tests.v1.kv_offload.tiering.kvcr.staging_rigs import (
     file_rig,
     stop_the_clock,
 )
-from tests.v1.kv_offload.tiering.kvcr.standin import (
-    FAILED,
-    HIT,
-    ON_DISK,
-    SUCCESS,
-)
+from tests.v1.kv_offload.tiering.kvcr.standin import FAILED, HIT, ON_DISK, SUCCESS
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FILES as OWN_FILES
-from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import (
-    FIRST_COOLDOWN_S,
-    Standing,
-)
+from vllm.v1.kv_offload.tiering.kvcr.peers.liveness import FIRST_COOLDOWN_S, Standing
 
 
 @pytest.mark.parametrize("outcome", [SUCCESS, FAILED])
-def test_a_block_from_a_file_lands_and_is_then_delivered_from_the_pool(
-    outcome: Any,
-) -> None:
+def test_a_files_block_lands_and_is_delivered_from_the_pool(outcome: Any) -> None:
     rig = file_rig()
     rig.kvcr.statuses[key(1)] = ON_DISK
     rig.load([key(1)], [5])
@@ -57,8 +47,7 @@ def test_what_the_pool_holds_does_not_wait_for_what_has_to_land() -> None:
 
 def test_what_did_not_land_is_never_delivered() -> None:
     rig = file_rig()
-    for each in keys(2):
-        rig.kvcr.statuses[each] = ON_DISK
+    rig.kvcr.statuses.update(dict.fromkeys(keys(2), ON_DISK))
     rig.load(keys(2), range(2))
     (fetch,) = fetches(rig)
     rig.kvcr.complete(fetch.handle, {key(0): FAILED, key(1): SUCCESS})
@@ -119,8 +108,7 @@ def test_a_kvcr_that_fails_while_blocks_land_ends_the_jobs(broken: str) -> None:
 def test_a_disk_that_hangs_costs_one_wait_and_is_then_left_alone(tier_log: Any) -> None:
     rig = file_rig()
     clock = stop_the_clock(rig)
-    for each in keys(12):
-        rig.kvcr.statuses[each] = ON_DISK
+    rig.kvcr.statuses.update(dict.fromkeys(keys(12), ON_DISK))
     first = rig.load(keys(8), range(8), "first")
     behind = rig.load(keys(4, first=8), range(8, 12), "behind")
     clock.now += 1

@@ -15,9 +15,11 @@ from tests.v1.kv_offload.tiering.kvcr.staging_rigs import (
     OTHER_PEER,
     PEER,
     answer,
+    begin_introduction,
     fetches,
     peer_rig,
     stop_the_clock,
+    timed_peer_rig,
 )
 from tests.v1.kv_offload.tiering.kvcr.standin import (
     AT_PEER,
@@ -64,11 +66,10 @@ def test_an_introduction_starts_before_its_request_can_end() -> None:
 def test_nobody_waits_for_a_block_that_comes_for_no_job() -> None:
     """KVCR says that it is being fetched, and goes on saying so for seconds."""
     rig = peer_rig(introduced=False)
-    rig.hits(keys(1))
-    rig.poll()
+    introduction = begin_introduction(rig)
     rig.kvcr.statuses[key(0)] = FETCHING
     assert rig.lookup(key(0), "another") is LookupResult.MISS
-    answer(rig, fetches(rig)[0])
+    answer(rig, introduction)
     clock = stop_the_clock(rig)
     rig.kvcr.statuses[key(0)] = AT_PEER
     rig.load([key(0)], [0], "r")
@@ -83,8 +84,7 @@ def test_nobody_waits_for_a_block_that_comes_for_no_job() -> None:
 
 def test_a_store_does_not_wait_for_a_block_that_is_being_fetched() -> None:
     """KVCR would end it with the fetch, however long a peer hangs."""
-    rig = peer_rig(secondary_g2_slots=64, pull_timeout_ms=1000)
-    clock = stop_the_clock(rig)
+    rig, clock = timed_peer_rig(secondary_g2_slots=64, pull_timeout_ms=1000)
     rig.load([key(1)], [0], "r")
     clock.now += 1
     rig.poll()
@@ -102,11 +102,8 @@ def test_a_store_does_not_wait_for_a_block_that_is_being_fetched() -> None:
 
 def test_an_introduction_that_tells_nothing_is_repeated_after_a_pause() -> None:
     """The block may be gone there, or KVCR may not have found room for it here."""
-    rig = peer_rig(introduced=False)
-    clock = stop_the_clock(rig)
-    rig.hits(keys(1))
-    rig.poll()
-    answer(rig, fetches(rig)[0], FAILED)
+    rig, clock = timed_peer_rig(introduced=False)
+    answer(rig, begin_introduction(rig), FAILED)
     rig.hits(keys(1))
     rig.poll()
     assert len(fetches(rig)) == 1
@@ -116,29 +113,25 @@ def test_an_introduction_that_tells_nothing_is_repeated_after_a_pause() -> None:
 
 
 def test_first_contact_has_an_allowance_of_its_own() -> None:
-    rig = peer_rig(introduced=False, pull_timeout_ms=1000)
-    clock = stop_the_clock(rig)
-    rig.hits(keys(1))
-    rig.poll()
+    rig, clock = timed_peer_rig(introduced=False, pull_timeout_ms=1000)
+    introduction = begin_introduction(rig)
     clock.now += 10
     rig.poll()
-    answer(rig, fetches(rig)[0])
+    answer(rig, introduction)
     assert rig.hits(keys(8)) == keys(8)
     assert rig.ignored_hints() == {}
 
 
 def test_who_does_not_answer_in_that_time_is_left_alone() -> None:
-    rig = peer_rig(introduced=False)
-    clock = stop_the_clock(rig)
-    rig.hits(keys(1))
-    rig.poll()
+    rig, clock = timed_peer_rig(introduced=False)
+    introduction = begin_introduction(rig)
     clock.now += 20
     rig.poll()
     assert not rig.tier._staging.introducing
     rig.tier.on_new_request(request("s", hint(keys(8), PEER)))
     assert rig.ignored_hints() == {"peer_down": 1}
     # Slow it was, and not dead: no other introduction is needed.
-    answer(rig, fetches(rig)[0])
+    answer(rig, introduction)
     assert rig.kvcr.released == rig.kvcr.claims
     clock.now += FIRST_COOLDOWN_S
     assert rig.lookup(key(1)) is LookupResult.HIT
@@ -157,8 +150,7 @@ def test_kvcr_is_given_the_time_for_it() -> None:
 
 
 def test_a_silent_peer_costs_one_wait_and_is_then_left_alone() -> None:
-    rig = peer_rig(pull_timeout_ms=1000)
-    clock = stop_the_clock(rig)
+    rig, clock = timed_peer_rig(pull_timeout_ms=1000)
     rig.load(keys(4), range(4), "r")
     clock.now += 1
     rig.poll()
@@ -173,8 +165,7 @@ def test_a_silent_peer_costs_one_wait_and_is_then_left_alone() -> None:
 
 
 def test_a_busy_peer_has_ten_seconds_by_default() -> None:
-    rig = peer_rig(operation_timeout_ms=None)
-    clock = stop_the_clock(rig)
+    rig, clock = timed_peer_rig(operation_timeout_ms=None)
     job = rig.load([key(1)], [1], "r")
     clock.now += 9.9
     rig.poll()
@@ -185,8 +176,7 @@ def test_a_busy_peer_has_ten_seconds_by_default() -> None:
 
 
 def test_nobody_waits_for_a_peer_whose_connection_is_lost() -> None:
-    rig = peer_rig(pull_timeout_ms=60_000)
-    clock = stop_the_clock(rig)
+    rig, clock = timed_peer_rig(pull_timeout_ms=60_000)
     lost: set[str] = set()
     rig.tier._staging._is_lost = lost.__contains__
     job = rig.load(keys(2), range(2), "r")
@@ -207,12 +197,12 @@ def test_nobody_waits_for_a_peer_whose_connection_is_lost() -> None:
 
 @pytest.mark.parametrize("option", ["pull_timeout_ms", "operation_timeout_ms"])
 def test_a_given_timeout_is_never_exceeded(option: str) -> None:
-    rig = peer_rig(introduced=False, **{"operation_timeout_ms": None, option: 4000})
-    clock = stop_the_clock(rig)
-    rig.hits(keys(1))
-    rig.poll()
+    rig, clock = timed_peer_rig(
+        introduced=False, **{"operation_timeout_ms": None, option: 4000}
+    )
+    introduction = begin_introduction(rig)
     clock.now += 3.9
-    answer(rig, fetches(rig)[0])
+    answer(rig, introduction)
     for number in (1, 2):
         rig.tier.on_new_request(request(f"s{number}", hint(keys(8), PEER)))
         job = rig.load([key(number)], [number], f"s{number}")
@@ -225,8 +215,7 @@ def test_a_given_timeout_is_never_exceeded(option: str) -> None:
 
 
 def test_a_pull_is_given_up_before_kvcr_does_and_what_lands_late_is_let_go() -> None:
-    rig = peer_rig(pull_timeout_ms=1000)
-    clock = stop_the_clock(rig)
+    rig, clock = timed_peer_rig(pull_timeout_ms=1000)
     job = rig.load([key(0)], [0], "r")
     (pull,) = fetches(rig)
     clock.now += 1
@@ -243,8 +232,7 @@ def test_a_pull_is_given_up_before_kvcr_does_and_what_lands_late_is_let_go() -> 
 
 def test_a_request_is_free_one_timeout_after_it_asked() -> None:
     """However long it stood in line: its time does not begin when its turn comes."""
-    rig = peer_rig(pull_timeout_ms=1000, landing_slots=4)
-    clock = stop_the_clock(rig)
+    rig, clock = timed_peer_rig(pull_timeout_ms=1000, landing_slots=4)
     first = rig.load(keys(6), range(6), "r")
     rig.tier.on_new_request(request("s", hint(keys(8), PEER)))
     second = rig.load(keys(2, first=6), range(6, 8), "s")
@@ -258,8 +246,7 @@ def test_a_request_is_free_one_timeout_after_it_asked() -> None:
 
 
 def test_what_arrives_keeps_a_long_pull_going() -> None:
-    rig = peer_rig(pull_timeout_ms=1000, landing_slots=4)
-    clock = stop_the_clock(rig)
+    rig, clock = timed_peer_rig(pull_timeout_ms=1000, landing_slots=4)
     job = rig.load(keys(6), range(6), "r")
     answered: set[int] = set()
     started = clock.now
@@ -305,8 +292,7 @@ def test_what_still_waits_is_dropped_when_its_request_is_gone() -> None:
 
 def test_a_peer_that_hangs_leaves_room_for_others() -> None:
     rig = peer_rig(secondary_g2_slots=512, g3=FILES["g3"], verify_blocks=False)
-    for number in range(200):
-        rig.kvcr.statuses[key(number)] = AT_PEER
+    rig.kvcr.statuses.update(dict.fromkeys(keys(200), AT_PEER))
     rig.kvcr.statuses[key(300)] = ON_DISK
     rig.load(keys(16), range(16), "r")
     rig.kvcr.operations.clear()
@@ -326,11 +312,8 @@ def test_memory_that_a_dead_peer_owns_is_not_used_and_told() -> None:
     rig = peer_rig(landing_slots=8)
     staging = rig.tier._staging
     room = staging.peer_room
-    fields = {
-        "op_handle": -1,
-        "destination_regions": [object()] * room,
-        "destination_owner": "kvcr",
-    }
+    fields = {"op_handle": -1, "destination_owner": "kvcr"}
+    fields["destination_regions"] = [object()] * room
     rig.kvcr.bindings.on_resilience_event(transfer_error("uncertain", **fields))
     assert rig.lookup(key(1), "r") is LookupResult.MISS
     rig.load([key(2)], [0], "r")
@@ -362,12 +345,8 @@ def test_by_option_a_peer_writes_straight_to_the_primary_tier() -> None:
 
 
 def test_a_slow_local_copy_is_not_held_against_a_hinted_peer() -> None:
-    rig = peer_rig(
-        remote_landing="primary",
-        secondary_g2_slots=16,
-        operation_timeout_ms=10,
-        introduction_timeout_ms=10,
-    )
+    hasty = {"operation_timeout_ms": 10, "introduction_timeout_ms": 10}
+    rig = peer_rig(remote_landing="primary", secondary_g2_slots=16, **hasty)
     rig.kvcr.statuses[key(1)] = HIT
     rig.load([key(1)], [5], "r")
     time.sleep(0.02)

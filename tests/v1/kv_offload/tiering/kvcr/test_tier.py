@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 from kvcr.types import CacheTier, QueryStatus
 
-from tests.v1.kv_offload.tiering.kvcr.builders import hint, key, make_spec, request
+from tests.v1.kv_offload.tiering.kvcr.builders import (
+    hint,
+    key,
+    keys,
+    make_spec,
+    request,
+)
 from tests.v1.kv_offload.tiering.kvcr.rig import StandinRig
 from tests.v1.kv_offload.tiering.kvcr.staging_rigs import FILES
 from tests.v1.kv_offload.tiering.kvcr.standin import (
@@ -51,9 +57,8 @@ def test_lookups_are_kvcrs_answers(status: Any, result: LookupResult) -> None:
 def test_a_request_may_pull_no_more_than_it_is_allowed() -> None:
     rig = StandinRig(control_ports=[7001], max_pull_blocks=2, enable_telemetry=True)
     rig.tier.on_new_request(request("r", hint()))
-    for number in range(4):
-        rig.kvcr.statuses[key(number)] = AT_PEER
-    assert rig.hits([key(number) for number in range(4)]) == [key(0), key(1)]
+    rig.kvcr.statuses.update(dict.fromkeys(keys(4), AT_PEER))
+    assert rig.hits(keys(4)) == keys(2)
     assert rig.losses() == {"pull_limit": 2}
 
 
@@ -107,7 +112,7 @@ def test_events_keep_their_order() -> None:
     assert events == [([key(n % 2)], n % 2 == 1) for n in range(5)]
 
 
-def test_a_job_is_pending_until_its_result_was_taken() -> None:
+def test_a_job_pends_until_its_result_is_taken() -> None:
     rig = StandinRig()
     for chosen in ([key(1)], []):
         rig.store(chosen, range(len(chosen)))
@@ -118,9 +123,7 @@ def test_a_job_is_pending_until_its_result_was_taken() -> None:
         assert not rig.tier.has_pending_work()
 
 
-def test_a_pin_is_pending_until_its_result_was_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_pin_pends_until_its_result_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     # As where a manager's own thread polls for peers.
     monkeypatch.setattr(shims, "HAS_TIER_POLL_THREAD", True)
     rig = StandinRig(control_ports=[7001])
@@ -137,9 +140,7 @@ def test_a_pin_is_pending_until_its_result_was_taken(
     assert not rig.tier.has_pending_work()
 
 
-def test_an_engine_that_nothing_wakes_for_peers_stays_awake(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_that_nothing_wakes_stays_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shims, "HAS_TIER_POLL_THREAD", False)
     assert StandinRig(control_ports=[7001]).tier.has_pending_work()
     assert not StandinRig(secondary_g2_slots=4).tier.has_pending_work()

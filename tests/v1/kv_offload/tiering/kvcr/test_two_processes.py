@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer_options
+from tests.v1.kv_offload.tiering.kvcr.builders import make_hint, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer import Peer
@@ -19,11 +19,8 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 BLOCKS = 12
 PATIENT = {"operation_timeout_ms": 10_000}
-CARRIERS = [
-    field.name
-    for field in dataclasses.fields(ReqContext)
-    if field.name in ("kv_hints", "kv_transfer_params")
-]
+FIELDS = {field.name for field in dataclasses.fields(ReqContext)}
+CARRIERS = sorted(FIELDS & {"kv_hints", "kv_transfer_params"})
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +32,7 @@ def peer() -> Iterator[Peer]:
 
 @pytest.mark.parametrize("landing", ["pool", "primary"])
 def test_a_load_has_the_bytes_of_the_other_engine(peer: Peer, landing: str) -> None:
-    engine = Engine(
-        peer_options(free_port()) | {"remote_landing": landing} | PATIENT, rows=64
-    )
+    engine = Engine(peer_options(remote_landing=landing, **PATIENT), rows=64)
     for number, carrier in enumerate(CARRIERS):
         held = make_keys(BLOCKS, f"{landing}/{carrier}")
         peer.call("hold", held, number * BLOCKS)

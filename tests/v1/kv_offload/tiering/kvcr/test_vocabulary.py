@@ -63,21 +63,12 @@ def test_no_exception_of_kvcrs_is_taken_for_an_unreadable_hint() -> None:
 
 
 def test_every_status_and_tier_of_kvcrs_has_a_row_that_says_what_was_agreed() -> None:
-    assert {status.name: result.name for status, result in LOOKUPS.items()} == {
-        "HIT": "HIT",
-        "FETCHABLE": "HIT",
-        "FETCHING": "RETRY",
-        "MISS": "MISS",
-    }
-    assert {status.name: entry.name for status, entry in ENTRIES.items()} == {
-        "SUCCESS": "DONE",
-        "DROPPED": "DROPPED",
-        "FAILED": "FAILED",
-    }
-    assert {tier.name: medium for tier, medium in MEDIA.items() if medium} == {
-        "LOCAL_G2": Medium.CPU,
-        "G3": Medium.STORAGE,
-    }
+    lookups = {"HIT": "HIT", "FETCHABLE": "HIT", "FETCHING": "RETRY", "MISS": "MISS"}
+    assert {status.name: result.name for status, result in LOOKUPS.items()} == lookups
+    entries = {"SUCCESS": "DONE", "DROPPED": "DROPPED", "FAILED": "FAILED"}
+    assert {status.name: entry.name for status, entry in ENTRIES.items()} == entries
+    media = {"LOCAL_G2": Medium.CPU, "G3": Medium.STORAGE}
+    assert {tier.name: medium for tier, medium in MEDIA.items() if medium} == media
     rows = (set(LOOKUPS), set(ENTRIES), set(MEDIA))
     assert rows == (set(QueryStatus), set(OpEntryStatus), set(CacheTier))
 

@@ -25,9 +25,10 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+Tier = dict[str, Any]
+
 UNDECIDED = (LookupResult.HIT_PENDING, LookupResult.RETRY)
 END_OF_STEP = ScheduleEndContext([], [])
-
 
 ONE_RANK: dict[str, object] = {
     "rank": 0,
@@ -43,9 +44,7 @@ ONE_RANK: dict[str, object] = {
 }
 
 
-def offloading_config(
-    tiers: Sequence[dict[str, Any]], chunks: int, events: bool
-) -> Any:
+def offloading_config(tiers: Sequence[Tier], chunks: int, events: bool) -> Any:
     return _with_known_fields(
         OffloadingConfig,
         groups=(OffloadingGroupConfig(16, ("layer",), 0),),
@@ -94,9 +93,7 @@ class Engine:
     holds ``lock``.
     """
 
-    def __init__(
-        self, *tiers: dict[str, Any], chunks: int = 8, events: bool = False
-    ) -> None:
+    def __init__(self, *tiers: Tier, chunks: int = 8, events: bool = False) -> None:
         self.spec = TieringOffloadingSpec(offloading_config(tiers, chunks, events))
         self.manager: Any = self.spec.get_manager()
         self.lock = _Held(getattr(self.manager, "lock", None))
@@ -159,29 +156,14 @@ class Engine:
         """The blocks that can be had, promoted to the primary tier if need be."""
         results = self.look_up(context, wanted)
         with self.lock:
-            found = [
-                each
-                for each, result in zip(wanted, results, strict=True)
-                if result is LookupResult.HIT
-            ]
+            answers = zip(wanted, results, strict=True)
+            found = [each for each, result in answers if result is LookupResult.HIT]
             if not found:
                 return {}
             chunks = self.manager.prepare_load(found, context).chunk_ids.tolist()
-            contents = {
-                each: self.memory[chunk].copy()
-                for each, chunk in zip(found, chunks, strict=True)
-            }
+            contents = dict(zip(found, self.memory[chunks], strict=True))
             self.manager.complete_load(found, context)
         return contents
-
-    def reset(self) -> None:
-        with self.lock:
-            self.manager.reset_cache()
-
-    def reset_flushed(self) -> None:
-        """The workers have nothing of before the reset under way, where that counts."""
-        with self.lock:
-            getattr(self.manager, "on_reset_flushed", lambda: None)()
 
     def stats(self) -> dict[str, dict[tuple[str, ...], Any]]:
         with self.lock:

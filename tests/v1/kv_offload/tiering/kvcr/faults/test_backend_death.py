@@ -27,19 +27,14 @@ OWN = make_keys(16, "own")
 NEW = make_keys(16, "new")
 HELD = make_keys(32, "held")
 THEIRS = make_keys(32, "theirs")
+POOL = {"secondary_g2_slots": 64, "operation_timeout_ms": 20_000}
 BOOM = "the progress thread was made to die"
 
 
-def test_each_job_ends_once_and_the_engine_goes_on(
-    peers: Any, engines: Any, tier_log: Any
-) -> None:
+def test_jobs_end_once_and_all_goes_on(peers: Any, engines: Any, tier_log: Any) -> None:
     peer = peers({"operation_timeout_ms": 3000, "max_pull_blocks": 64}, rows=64)
     port = free_port()
-    options = peer_options(port) | {
-        "secondary_g2_slots": 64,
-        "operation_timeout_ms": 20_000,
-        "enable_telemetry": True,
-    }
+    options = peer_options(port, enable_telemetry=True, **POOL)
     engine: Engine = engines(options, rows=96)
     engine.finish(engine.store(OWN, range(16)))
     engine.hold(HELD, first_chunk=64)
@@ -68,17 +63,14 @@ def test_each_job_ends_once_and_the_engine_goes_on(
     engine.call("touch", OWN, context)
     assert not engine.call("has_pending_work")
     engine.run_for(0.1)
-    stats = engine.call("get_stats")
-    samples = state_samples(stats.reduce())
+    samples = state_samples(engine.call("get_stats").reduce())
     assert samples["('1', 'failed', 'backend_failed')"] == 1
     (error,) = tier_log.texts(logging.ERROR)
     assert BOOM in error
 
 
 def test_vllm_serves_on(managed: Any) -> None:
-    engine: ManagedEngine = managed(
-        {"secondary_g2_slots": 64, "operation_timeout_ms": 20_000}, rows=32
-    )
+    engine: ManagedEngine = managed(POOL, rows=32)
     engine.run("before", OWN)
     engine.settle()
     engine.primary.reset_cache()
@@ -101,14 +93,13 @@ def test_slots_that_may_still_be_written_stay_reserved(
 ) -> None:
     """A peer hangs in the middle of its write when the thread dies."""
     monkeypatch.setattr("kvcr.progress._OP_CLEANUP_TIMEOUT_SECONDS", 0.5)
-    peer = peers({"operation_timeout_ms": 20_000}, rows=64)
-    peer.call("hold", THEIRS)
-    options = peer_options(free_port()) | {
-        "operation_timeout_ms": 2000,
-        "abandon_timeout_ms": 4000,
-        "remote_landing": "primary",
-        "max_operation_bytes": 64 * MIB,
-    }
+    peer = peers({"operation_timeout_ms": 20_000}, rows=64, hold=THEIRS)
+    options = peer_options(
+        operation_timeout_ms=2000,
+        abandon_timeout_ms=4000,
+        remote_landing="primary",
+        max_operation_bytes=64 * MIB,
+    )
     engine: Engine = engines(options, rows=64)
     proof = engine.begin("proof", make_hint(peer.port, THEIRS))
     engine.finish(engine.load(THEIRS[:1], [63], proof))
@@ -126,6 +117,6 @@ def test_slots_that_may_still_be_written_stay_reserved(
     assert other.result is not None
 
     # A drain goes on waiting, since nobody can say what the peer will do.
-    assert not engine.probe.drains_within(1.0)
+    assert not engine.tier._drain(1.0)
     assert engine.call("has_pending_work")
     engine.written_off.add(load.job_id)

@@ -11,7 +11,6 @@ from typing import Any
 from tests.v1.kv_offload.tiering.kvcr.builders import (
     endpoint_of,
     free_port,
-    make_hint,
     peer_options,
 )
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.bad_hints import (
@@ -27,28 +26,23 @@ THEIRS = make_keys(4, "theirs")
 UNKNOWN = make_keys(2, "unknown")
 
 
-def test_each_is_ignored_while_the_others_are_served(
-    peers: Any, engines: Any, tier_log: Any
-) -> None:
-    peer = peers({"operation_timeout_ms": 20_000}, rows=4)
-    peer.call("hold", THEIRS)
+def test_only_bad_hints_are_ignored(peers: Any, engines: Any, tier_log: Any) -> None:
+    patient = {"operation_timeout_ms": 20_000}
+    peer = peers(patient, rows=4, hold=THEIRS)
     port = free_port()
-    options = {"secondary_g2_slots": 64, "operation_timeout_ms": 20_000}
-    engine: Engine = engines(peer_options(port) | options, rows=32)
+    options = peer_options(port, secondary_g2_slots=64, **patient)
+    engine: Engine = engines(options, rows=32)
     engine.finish(engine.store(OWN, range(len(OWN))))
     own = bad_hint(source_control_endpoint=endpoint_of(port))
     hints = (BAD_HINTS | {"this engine itself": own}).items()
     for name, hint in hints:
-        theirs = engine.begin(f"good {name}", make_hint(peer.port, THEIRS))
-        assert set(engine.lookup_all(THEIRS, theirs)) == {LookupResult.HIT}
-        remote = engine.load(THEIRS, range(4), theirs)
+        good = f"good {name}"
+        remote, theirs = engine.begin_pull(peer.port, THEIRS, range(4), good)
         local = engine.load(OWN, range(4, 4 + len(OWN)))
 
         # The requests beside it, with the hint that is none.
-        for carrier, value in (
-            ("kv_hints", hint),
-            ("kv_transfer_params", {"kv_hint": hint}),
-        ):
+        carriers = {"kv_hints": hint, "kv_transfer_params": {"kv_hint": hint}}
+        for carrier, value in carriers.items():
             context = ReqContext(req_id=f"{name} in {carrier}")
             setattr(context, carrier, value)
             engine.call("on_new_request", context)

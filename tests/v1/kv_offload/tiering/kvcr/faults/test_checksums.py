@@ -9,12 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.v1.kv_offload.tiering.kvcr.builders import (
-    free_port,
-    make_hint,
-    peer_options,
-    request,
-)
+import pytest
+
+from tests.v1.kv_offload.tiering.kvcr.builders import make_hint, peer_options, request
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine, Job
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import flip_bit, g3
@@ -82,18 +79,12 @@ class Scene:
         return answers.count(LookupResult.HIT)
 
 
-def with_peer(
-    peers: Any, engines: Any, folder: Path, **options: Any
-) -> tuple[Scene, Peer]:
+def pair(peers: Any, engines: Any, folder: Path, **options: Any) -> tuple[Scene, Peer]:
     # So patient that it still answers after it was stopped.
-    peer: Peer = peers({"operation_timeout_ms": 20_000}, rows=8, row_bytes=ROW)
-    peer.call("hold", KEYS + PROOF)
-    options = peer_options(free_port()) | {"operation_timeout_ms": 1000} | options
-    scene = Scene(engines, folder, **options)
-    return scene, peer
-
-
-# --- right bytes -------------------------------------------------------------------
+    patient = {"operation_timeout_ms": 20_000}
+    peer: Peer = peers(patient, rows=8, row_bytes=ROW, hold=KEYS + PROOF)
+    options = peer_options(operation_timeout_ms=1000, **options)
+    return Scene(engines, folder, **options), peer
 
 
 def test_all_that_is_held_is_known_and_a_hot_block_stays_however_much_is_stored(
@@ -115,14 +106,12 @@ def test_all_that_is_held_is_known_and_a_hot_block_stays_however_much_is_stored(
 def test_what_a_peer_writes_straight_into_the_primary_tier_is_right(
     peers: Any, engines: Any, tmp_path: Path
 ) -> None:
-    scene, peer = with_peer(peers, engines, tmp_path, remote_landing="primary")
+    scene, peer = pair(peers, engines, tmp_path, remote_landing="primary")
     assert scene.load(KEYS, make_hint(peer.port, KEYS)).arrived == KEYS
     assert scene.corrupt == 0
 
 
-def test_a_block_stored_again_and_again_with_other_bytes_is_right(
-    engines: Any, tmp_path: Path
-) -> None:
+def test_a_block_stored_with_other_bytes_is_right(engines: Any, tmp_path: Path) -> None:
     """Recomputing is not exact to the bit, and KVCR keeps the first that it got."""
     scene = Scene(engines, tmp_path)
     scene.store(KEYS)
@@ -134,25 +123,16 @@ def test_a_block_stored_again_and_again_with_other_bytes_is_right(
     assert scene.corrupt == 0
 
 
-# --- damage ------------------------------------------------------------------------
-
-
-def test_damage_is_found_in_what_a_peer_sent(
-    peers: Any, engines: Any, tmp_path: Path
+@pytest.mark.parametrize("late", [False, True])
+def test_damage_is_found_in_what_a_peer_sent_once_it_was_loaded(
+    peers: Any, engines: Any, tmp_path: Path, late: bool
 ) -> None:
-    scene, peer = with_peer(peers, engines, tmp_path)
-    assert scene.load(KEYS, make_hint(peer.port, KEYS)).arrived == KEYS
-    scene.push_out()
-    scene.damage()
-    assert scene.load(KEYS).arrived == []
-    assert scene.corrupt == len(KEYS)
-
-
-def test_what_landed_late_is_right_and_damage_is_found_once_it_was_loaded(
-    peers: Any, engines: Any, tmp_path: Path
-) -> None:
-    scene = land_late(peers, engines, tmp_path)
-    assert scene.load(KEYS).arrived == KEYS
+    if late:
+        scene, hint = land_late(peers, engines, tmp_path), None
+    else:
+        scene, peer = pair(peers, engines, tmp_path)
+        hint = make_hint(peer.port, KEYS)
+    assert scene.load(KEYS, hint).arrived == KEYS
     assert scene.corrupt == 0
     scene.push_out()
     scene.damage()
@@ -173,12 +153,10 @@ def test_what_landed_late_and_went_to_a_file_unseen_is_not_trusted(
 
 def land_late(peers: Any, engines: Any, folder: Path) -> Scene:
     """Have four blocks in the pool that nobody waited for."""
-    scene, peer = with_peer(peers, engines, folder)
+    scene, peer = pair(peers, engines, folder)
     assert scene.load(PROOF, make_hint(peer.port, PROOF)).arrived == PROOF
     peer.stop()
-    late = scene.load(KEYS, make_hint(peer.port, KEYS))
-    assert late.arrived == []
+    assert scene.load(KEYS, make_hint(peer.port, KEYS)).arrived == []
     peer.go_on()
-    engine = scene.engine
-    engine.run_until(lambda: scene.resident(KEYS) == len(KEYS), 10, "landing")
+    scene.engine.run_until(lambda: scene.resident(KEYS) == len(KEYS), 10, "landing")
     return scene

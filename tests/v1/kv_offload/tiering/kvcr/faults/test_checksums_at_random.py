@@ -10,21 +10,20 @@ is its own affair.
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.v1.kv_offload.tiering.kvcr.builders import (
-    free_port,
-    make_hint,
-    peer_options,
-    request,
-)
+from tests.v1.kv_offload.tiering.kvcr.builders import make_hint, peer_options, request
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine, Job
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import (
+    Engine,
+    Job,
+    Keys,
+    Slots,
+)
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import flip_bit, g3
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from vllm.v1.kv_offload.tiering.kvcr.peers import liveness
@@ -63,22 +62,15 @@ class Play:
         # Either writer's bytes are right.
         wrong_blocks = engine.wrong_blocks
 
-        def wrong_under_both(
-            keys: Sequence[OffloadKey], chunks: Sequence[int], **_: Any
-        ) -> list[int]:
+        def wrong_under_both(keys: Keys, chunks: Slots, **_: Any) -> list[int]:
             wrong = [set(wrong_blocks(keys, chunks, writer=w)) for w in WRITERS]
             return sorted(set.intersection(*wrong))
 
         engine.wrong_blocks = wrong_under_both  # type: ignore[method-assign]
 
     def run(self) -> None:
-        actions = (
-            [self.store] * 8
-            + [self.load] * 8
-            + [self.pull] * 5
-            + [self.touch] * 2
-            + [self.damage, self.give_up]
-        )
+        often = [self.store, self.load] * 8 + [self.pull] * 5 + [self.touch] * 2
+        actions = [*often, self.damage, self.give_up]
         started = time.monotonic()
         while (ran := time.monotonic() - started) < SECONDS or not self._was_worth_it:
             assert ran < LONGEST_S, dict(self.done)
@@ -134,8 +126,6 @@ class Play:
             assert key in self._called_bad
             self.done["damage found"] += 1
 
-    # --- inside ----------------------------------------------------------------------
-
     @property
     def _was_worth_it(self) -> bool:
         done = self.done
@@ -155,9 +145,8 @@ class Play:
         if not chunks:
             self._engine.end(context)
             return None
-        job = self._engine.load(hits, chunks, context)
-        self._open.append(job)
-        return job
+        self._open.append(self._engine.load(hits, chunks, context))
+        return self._open[-1]
 
     def _some(self, keys: list[OffloadKey], most: int) -> list[OffloadKey]:
         count = int(self._random.integers(1, most + 1))
@@ -195,14 +184,14 @@ def test_it(
     # So that a peer is asked again soon after it hung.
     monkeypatch.setattr(liveness, "FIRST_COOLDOWN_S", 0.01)
     monkeypatch.setattr(liveness, "LONGEST_COOLDOWN_S", 0.01)
-    peer = peers({"operation_timeout_ms": 20_000}, rows=len(AT_PEER), row_bytes=ROW)
-    peer.call("hold", AT_PEER)
+    patient = {"operation_timeout_ms": 20_000}
+    peer = peers(patient, rows=len(AT_PEER), row_bytes=ROW, hold=AT_PEER)
     path = tmp_path / "g3"
-    options = peer_options(free_port()) | {
-        "secondary_g2_slots": POOL,
-        "pull_timeout_ms": int(1000 * PULL_TIMEOUT_S),
-        "g3": g3(path, FILE_SLOTS, ROW),
-    }
+    options = peer_options(
+        secondary_g2_slots=POOL,
+        pull_timeout_ms=int(1000 * PULL_TIMEOUT_S),
+        g3=g3(path, FILE_SLOTS, ROW),
+    )
     engine: Engine = engines(options, rows=ROWS, row_bytes=ROW)
     play = Play(engine, peer, path)
     play.run()

@@ -5,7 +5,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer_options
+from tests.v1.kv_offload.tiering.kvcr.builders import make_hint, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import g3
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
@@ -33,14 +33,14 @@ class Counted:
 
 
 def test_the_tiers_counts_are_vllms(peers: Any, managed: Any, tmp_path: Path) -> None:
-    peer = peers({"enable_telemetry": True}, rows=8, row_bytes=ROW_BYTES)
-    peer.call("hold", THEIRS)
-    options = peer_options(free_port()) | {
-        "secondary_g2_slots": 16,
-        "g3": g3(tmp_path / "g3.data", 64, ROW_BYTES),
-        "enable_telemetry": True,
-        "operation_timeout_ms": 20_000,
-    }
+    telemetry = {"enable_telemetry": True}
+    peer = peers(telemetry, rows=8, row_bytes=ROW_BYTES, hold=THEIRS)
+    options = peer_options(
+        secondary_g2_slots=16,
+        g3=g3(tmp_path / "g3.data", 64, ROW_BYTES),
+        operation_timeout_ms=20_000,
+        **telemetry,
+    )
     engine: ManagedEngine = managed(options, rows=8, row_bytes=ROW_BYTES)
     counted = Counted(engine)
     for first in range(0, len(OWN), 4):

@@ -25,9 +25,8 @@ KEYS = make_keys(64)
 
 
 def options(**further: Any) -> dict[str, Any]:
-    return (
-        peer_options(free_port())
-        | {
+    return peer_options(
+        **{
             "operation_timeout_ms": int(1000 * OPERATION_S),
             "abandon_timeout_ms": int(2000 * OPERATION_S),
             "max_pull_blocks": 64,
@@ -46,7 +45,7 @@ def retained_by(engine: Any) -> float:
     return len(tier_module._RETAINED_NATIVE_BUFFERS) - before
 
 
-def begin_and_wait_for_a_byte(
+def pull_to_the_first_byte(
     engine: ManagedEngine, landing: str, hint: object
 ) -> Request:
     """Have a request pull all blocks; return when the peer has begun to write."""
@@ -62,8 +61,7 @@ def test_a_port_where_nobody_listens_costs_one_wait(
 ) -> None:
     # However slow this machine is, no probe falls due.
     monkeypatch.setattr(peers_module, "FIRST_COOLDOWN_S", 600.0)
-    peer = peers({"operation_timeout_ms": 20_000}, rows=8)
-    peer.call("hold", KEYS[:8])
+    peer = peers({"operation_timeout_ms": 20_000}, rows=8, hold=KEYS[:8])
     engine: ManagedEngine = managed(options(), rows=64)
     served = engine.run("served", KEYS[:8], make_hint(peer.port, KEYS))
     assert served.hits == 8
@@ -97,9 +95,7 @@ def test_after_a_pause_it_is_asked_again(
     monkeypatch.setattr(peers_module, "FIRST_COOLDOWN_S", 1.0)
     engine: Engine = engines(options(), rows=64)
     port = free_port()
-    early = engine.begin("early", make_hint(port, KEYS))
-    assert set(engine.lookup_all(KEYS, early)) == {LookupResult.HIT}
-    job = engine.load(KEYS, range(64), early)
+    job, early = engine.begin_pull(port, KEYS, range(64), "early")
     assert engine.finish(job) < 1.3 * OPERATION_S
     assert not job.arrived
     engine.end(early)
@@ -111,8 +107,7 @@ def test_after_a_pause_it_is_asked_again(
     assert set(engine.lookup_all(KEYS, soon)) == {LookupResult.MISS}
     engine.end(soon)
 
-    peer = peers({"operation_timeout_ms": 20_000}, port=port, rows=64)
-    peer.call("hold", KEYS)
+    peers({"operation_timeout_ms": 20_000}, port=port, rows=64, hold=KEYS)
     engine.run_for(1.5)
     assert engine.wrong_blocks(others, range(64), writer="somebody else") == []
 
@@ -133,19 +128,12 @@ def test_a_peer_killed_in_the_middle(
 ) -> None:
     # KVCR's patience while it closes; not what is tested here.
     monkeypatch.setattr("kvcr.progress._OP_CLEANUP_TIMEOUT_SECONDS", 0.5)
-    peer = peers({"operation_timeout_ms": 20_000}, rows=64)
-    peer.call("hold", KEYS)
-    engine: ManagedEngine = managed(
-        options(
-            remote_landing=landing,
-            max_operation_bytes=64 * MIB,
-            max_inflight_bytes=64 * MIB,
-        ),
-        rows=64,
-    )
+    peer = peers({"operation_timeout_ms": 20_000}, rows=64, hold=KEYS)
+    at_once = {"max_operation_bytes": 64 * MIB, "max_inflight_bytes": 64 * MIB}
+    engine: ManagedEngine = managed(options(remote_landing=landing, **at_once), rows=64)
     hint = make_hint(peer.port, KEYS)
     assert engine.run("proof", KEYS[:1], hint).hits == 1
-    victim = begin_and_wait_for_a_byte(engine, landing, hint)
+    victim = pull_to_the_first_byte(engine, landing, hint)
     peer.kill()
 
     if landing == "pool":
@@ -169,9 +157,8 @@ def test_nobody_waits_for_a_peer_that_died(
 ) -> None:
     """With the defaults a peer that hangs has 10 s; one that died closes its socket."""
     monkeypatch.setattr("kvcr.progress._OP_CLEANUP_TIMEOUT_SECONDS", 0.5)
-    peer = peers(rows=64)
-    peer.call("hold", KEYS)
-    engine: ManagedEngine = managed(peer_options(free_port()), rows=64)
+    peer = peers(rows=64, hold=KEYS)
+    engine: ManagedEngine = managed(peer_options(), rows=64)
     hint = make_hint(peer.port, KEYS)
     assert engine.run("proof", KEYS[:1], hint).hits == 1
     peer.stop()

@@ -8,12 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.v1.kv_offload.tiering.kvcr.builders import (
-    free_port,
-    make_spec,
-    peer_options,
-    request,
-)
+from tests.v1.kv_offload.tiering.kvcr.builders import make_spec, peer_options, request
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.files import (
@@ -64,10 +59,8 @@ def test_a_restart_over_old_files_finds_nothing(engines: Any, tmp_path: Path) ->
     assert job.arrived == KEYS
 
 
-def test_garbage_in_a_file_is_a_miss_and_counted_and_said(
-    engines: Any, tmp_path: Path, tier_log: Any
-) -> None:
-    engine: Engine = engines(options(tmp_path) | peer_options(free_port()))
+def test_garbage_in_a_file_is_told(engines: Any, tmp_path: Path, tier_log: Any) -> None:
+    engine: Engine = engines(peer_options(**options(tmp_path)))
     store_into_file(engine, KEYS)
     # One bit in each of the first slots, and all of another.
     for slot in range(4):
@@ -97,9 +90,7 @@ def test_garbage_in_a_file_is_a_miss_and_counted_and_said(
     assert len(lines) == 2, "one for the engine, one for the blocks"
 
 
-def test_storing_a_corrupt_block_again_does_not_call_it_good(
-    engines: Any, tmp_path: Path
-) -> None:
+def test_storing_a_corrupt_block_again_is_no_cure(engines: Any, tmp_path: Path) -> None:
     """KVCR keeps the copy it has, and answers that it holds the block already."""
     engine: Engine = engines(options(tmp_path))
     store_into_file(engine, KEYS)
@@ -111,9 +102,7 @@ def test_storing_a_corrupt_block_again_does_not_call_it_good(
     assert engine.lookup_all(KEYS[:1], request("next")) == [LookupResult.MISS]
 
 
-def test_a_file_that_cannot_be_read_costs_a_request_one_failed_load(
-    managed: Any, tmp_path: Path
-) -> None:
+def test_an_unreadable_file_costs_one_failed_load(managed: Any, tmp_path: Path) -> None:
     """KVCR answers FETCHABLE however often reading fails, and vLLM promotes that."""
     engine: ManagedEngine = managed(options(tmp_path), rows=8)
     key = KEYS[0]
@@ -146,9 +135,7 @@ def test_a_file_that_cannot_be_read_costs_a_request_one_failed_load(
     engine.run_until(reads_again, what="the pause")
 
 
-def test_reads_that_end_after_the_timeout_harm_nobody(
-    engines: Any, tmp_path: Path
-) -> None:
+def test_reads_that_end_too_late_harm_nobody(engines: Any, tmp_path: Path) -> None:
     """KVCR gives them up, which does not stop what the kernel has begun.
 
     The data arrives later, wherever the memory belongs by then, and NIXL's POSIX plugin

@@ -20,7 +20,7 @@ OTHERS = make_keys(8, "others")
 
 def stranger(managed: Any, **options: Any) -> ManagedEngine:
     """An engine with the defaults for all that has to do with time."""
-    engine: ManagedEngine = managed(peer_options(free_port()) | options, rows=64)
+    engine: ManagedEngine = managed(peer_options(**options), rows=64)
     engine.strangers = True
     return engine
 
@@ -30,8 +30,7 @@ def meet(engine: ManagedEngine) -> None:
 
 
 def test_the_second_request_is_served(peers: Any, managed: Any) -> None:
-    peer = peers(rows=16)
-    peer.call("hold", KEYS + OTHERS)
+    peer = peers(rows=16, hold=KEYS + OTHERS)
     for landing in ("pool", "primary"):
         engine = stranger(managed, remote_landing=landing)
         first = engine.run("first", KEYS, make_hint(peer.port, KEYS))
@@ -42,11 +41,8 @@ def test_the_second_request_is_served(peers: Any, managed: Any) -> None:
         assert set(engine.probe.lost()) <= {"introducing", "not_resident", "not_hinted"}
 
 
-def test_a_peer_that_takes_long_to_answer_is_usable_then_and_waited_for(
-    peers: Any, managed: Any
-) -> None:
-    peer = peers(rows=16)
-    peer.call("hold", KEYS + OTHERS)
+def test_a_slow_peer_is_usable_later_and_waited_for(peers: Any, managed: Any) -> None:
+    peer = peers(rows=16, hold=KEYS + OTHERS)
     engine = stranger(managed, pull_timeout_ms=500)
     peer.stop()
     hint = make_hint(peer.port, KEYS)

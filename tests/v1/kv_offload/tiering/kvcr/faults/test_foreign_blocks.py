@@ -8,12 +8,7 @@ sizes agree. All that keeps the peer's bytes out is the namespace in the key.
 
 from typing import Any
 
-from tests.v1.kv_offload.tiering.kvcr.builders import (
-    free_port,
-    make_hint,
-    make_spec,
-    peer_options,
-)
+from tests.v1.kv_offload.tiering.kvcr.builders import make_spec, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
 from vllm.v1.kv_offload.base import LookupResult
@@ -23,22 +18,13 @@ OTHERS = make_keys(8, "others")
 SLOW = {"operation_timeout_ms": 20_000}
 
 
-def test_they_are_a_miss_that_is_counted_and_explained(
-    peers: Any, engines: Any
-) -> None:
+def test_they_are_a_miss_counted_and_explained(peers: Any, engines: Any) -> None:
     spec = make_spec("a model")
-    foreign = peers(
-        SLOW, rows=8, spec=make_spec("a model", dtype="float16"), writer="theirs"
-    )
-    foreign.call("hold", KEYS)
-    same = peers(SLOW, rows=8, spec=spec, writer="ours")
-    same.call("hold", OTHERS)
-    engine: Engine = engines(
-        peer_options(free_port()) | SLOW, rows=16, spec=spec, writer="ours"
-    )
-    context = engine.begin("foreign", make_hint(foreign.port, KEYS))
-    assert set(engine.lookup_all(KEYS, context)) == {LookupResult.HIT}
-    job = engine.load(KEYS, range(8), context)
+    other = make_spec("a model", dtype="float16")
+    foreign = peers(SLOW, hold=KEYS, rows=8, spec=other, writer="theirs")
+    same = peers(SLOW, hold=OTHERS, rows=8, spec=spec, writer="ours")
+    engine: Engine = engines(peer_options(**SLOW), rows=16, spec=spec, writer="ours")
+    job, context = engine.begin_pull(foreign.port, KEYS, range(8), "foreign")
     engine.finish(job)
     assert job.arrived == []
     # vLLM looks again after a load that failed.

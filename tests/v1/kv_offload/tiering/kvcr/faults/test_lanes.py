@@ -6,12 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.v1.kv_offload.tiering.kvcr.builders import (
-    free_port,
-    make_hint,
-    peer_options,
-    request,
-)
+from tests.v1.kv_offload.tiering.kvcr.builders import peer_options, request
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.bounds import at_most
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
@@ -27,16 +22,14 @@ SOON_S = 5.0
 
 
 def test_files_and_other_peers_go_on(peers: Any, engines: Any, disk: Path) -> None:
-    hanging, other = peers(rows=64), peers(rows=64)
-    hanging.call("hold", THEIRS)
-    other.call("hold", OTHERS)
-    options = peer_options(free_port()) | {
-        "secondary_g2_slots": 64,
-        "operation_timeout_ms": 60_000,
-        "pull_timeout_ms": int(1000 * PULL_S),
-        "max_pull_blocks": 64,
-        "g3": g3(disk / "g3", 128),
-    }
+    hanging, other = peers(rows=64, hold=THEIRS), peers(rows=64, hold=OTHERS)
+    options = peer_options(
+        secondary_g2_slots=64,
+        operation_timeout_ms=60_000,
+        pull_timeout_ms=int(1000 * PULL_S),
+        max_pull_blocks=64,
+        g3=g3(disk / "g3", 128),
+    )
     engine: Engine = engines(options, rows=96)
     for first in range(0, len(FILED + FILLERS), 8):
         part = (FILED + FILLERS)[first : first + 8]
@@ -47,16 +40,14 @@ def test_files_and_other_peers_go_on(peers: Any, engines: Any, disk: Path) -> No
     engine.pull(other.port, OTHERS[:1], [95], "o")
 
     hanging.stop()
-    context = engine.begin("hangs", make_hint(hanging.port, THEIRS))
-    stuck = engine.load(THEIRS[1:], range(16, 63), context)
+    stuck, _ = engine.begin_pull(hanging.port, THEIRS[1:], range(16, 63), "hangs")
     engine.run_for(0.1)
     started = time.monotonic()
     # At another request's service: it is not the one that asked the peer.
     read = engine.load(FILED, range(8), request("reads files"))
     engine.finish(read, timeout_s=SOON_S)
     assert read.arrived == FILED
-    served = engine.begin("served", make_hint(other.port, OTHERS))
-    pulled = engine.load(OTHERS[1:], range(8, 15), served)
+    pulled, _ = engine.begin_pull(other.port, OTHERS[1:], range(8, 15), "served")
     engine.finish(pulled, timeout_s=SOON_S)
     assert pulled.arrived == OTHERS[1:]
     engine.finish(stuck, timeout_s=SOON_S)

@@ -8,16 +8,14 @@ another prompt's blocks by now.
 
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer_options
+from tests.v1.kv_offload.tiering.kvcr.builders import peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys, watch
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import MIB, Engine, Job
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer import Peer
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from vllm.v1.kv_offload.tiering.kvcr import draining
 from vllm.v1.kv_offload.tiering.kvcr.reports.quarantine import Quarantine
 
@@ -34,9 +32,9 @@ class Scene:
     """A victim that pulls from a peer, which is stopped in the middle of it."""
 
     def __init__(self, peers: Any, engines: Any, landing: str) -> None:
-        self.peer: Peer = peers({"operation_timeout_ms": 20_000}, rows=BLOCKS + 1)
-        self.peer.call("hold", KEYS + PROOF)
-        options = peer_options(free_port()) | {
+        patient = {"operation_timeout_ms": 20_000}
+        self.peer: Peer = peers(patient, rows=BLOCKS + 1, hold=KEYS + PROOF)
+        options = peer_options() | {
             "operation_timeout_ms": int(1000 * OPERATION_S),
             "abandon_timeout_ms": int(1000 * ABANDON_S),
             "remote_landing": landing,
@@ -49,20 +47,16 @@ class Scene:
         self.victim: Engine = engines(options, rows=BLOCKS)
         self._landing = self.victim.memory if landing == "primary" else None
 
-    def pull(self, keys: Sequence[OffloadKey], request_id: str) -> Job:
-        context = self.victim.begin(request_id, make_hint(self.peer.port, keys))
-        answers = self.victim.lookup_all(keys, context)
-        assert set(answers) == {LookupResult.HIT}
-        return self.victim.load(keys, SLOTS[: len(keys)], context)
+    def prove(self, name: str) -> None:
+        job = self.victim.pull(self.peer.port, PROOF, SLOTS[:1], name)
+        assert job.arrived == PROOF
 
     def stop_in_the_middle(self) -> Job:
         """Have the peer proven, then stop it while it writes."""
-        proof = self.pull(PROOF, "proof")
-        self.victim.finish(proof)
-        assert proof.arrived == PROOF
+        self.prove("proof")
         landing = self._landing
         written = watch(self.victim.probe.pool(MIB) if landing is None else landing)
-        job = self.pull(KEYS, "pull")
+        job, _ = self.victim.begin_pull(self.peer.port, KEYS, SLOTS, "pull")
         self.victim.run_until(written, 10, "waiting for a byte")
         self.peer.stop()
         assert job.result is None
@@ -110,9 +104,7 @@ def test_a_late_write_ends_in_the_pool(
     assert not scene.harmed(slots)
     assert probe.state == "healthy"
     # The peer and the pool are of use again.
-    again = scene.pull(PROOF, "again")
-    victim.finish(again)
-    assert again.arrived == PROOF
+    scene.prove("again")
 
 
 def test_where_it_ends_in_the_primary_tier_the_slots_are_held_back(

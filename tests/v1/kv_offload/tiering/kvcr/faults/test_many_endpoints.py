@@ -59,11 +59,9 @@ def _mixed_case(name: str, number: int) -> str:
 @pytest.fixture
 def pair(peers: Any, engines: Any) -> tuple[Engine, Any]:
     # The live peer listens on every address of this machine.
-    peer = peers({"operation_timeout_ms": 20_000, "control_host": "0.0.0.0"}, rows=4)
-    peer.call("hold", KEYS)
-    options = peer_options(free_port()) | {"operation_timeout_ms": 20_000}
-    engine: Engine = engines(options, rows=16)
-    return engine, peer
+    options = {"operation_timeout_ms": 20_000, "control_host": "0.0.0.0"}
+    peer = peers(options, rows=4, hold=KEYS)
+    return engines(peer_options(operation_timeout_ms=20_000), rows=16), peer
 
 
 def used(engine: Engine) -> tuple[int, int]:
@@ -135,9 +133,7 @@ def test_requests_under_way_are_hinted_at_few_peers(pair: tuple[Engine, Any]) ->
     engine.end(named)
 
 
-def test_loads_from_dead_ports_leave_the_landing_pool_free(
-    pair: tuple[Engine, Any],
-) -> None:
+def test_loads_from_dead_ports_leave_the_pool_free(pair: tuple[Engine, Any]) -> None:
     engine, peer = pair
     engine.probe.set_operation_timeout(0.3)
     engine.probe.set_pull_timeout(0.3)

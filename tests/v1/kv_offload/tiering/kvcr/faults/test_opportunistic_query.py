@@ -8,7 +8,7 @@ and vLLM reserves a slot, evicting a block, for each.
 
 from typing import Any
 
-from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer_options
+from tests.v1.kv_offload.tiering.kvcr.builders import make_hint, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.managed import ManagedEngine
 
@@ -18,10 +18,9 @@ PROMPT = make_keys(ROWS, "nobody has it")
 
 
 def test_it_is_bounded(peers: Any, managed: Any) -> None:
-    peer = peers({"operation_timeout_ms": 20_000}, rows=1)
-    peer.call("hold", PROMPT[:1])
-    options = {"operation_timeout_ms": 20_000, "opportunistic_query": True}
-    engine: ManagedEngine = managed(peer_options(free_port()) | options, rows=ROWS)
+    peer = peers({"operation_timeout_ms": 20_000}, rows=1, hold=PROMPT[:1])
+    options = peer_options(operation_timeout_ms=20_000, opportunistic_query=True)
+    engine: ManagedEngine = managed(options, rows=ROWS)
     engine.run("own", OWN)
     engine.settle()
     assert engine.resident(OWN) == ROWS

@@ -25,8 +25,7 @@ from vllm.v1.kv_offload.tiering.kvcr.peers import channel as channel_module
 def test_peers_of_other_releases_are_no_peers(
     peers: Any, engines: Any, monkeypatch: pytest.MonkeyPatch, tier_log: Any
 ) -> None:
-    peer = peers(PATIENCE, rows=16)
-    peer.call("hold", KEYS)
+    peer = peers(PATIENCE, rows=16, hold=KEYS)
     others = {"kvcr": "0.0.9", "nixl": "1.0.0"}
     monkeypatch.setattr(channel_module, "installed", lambda: others)
     assert_no_peer_of_each_other(own_engine(engines), peer, tier_log)
@@ -41,14 +40,11 @@ def test_peers_of_other_releases_are_no_peers(
     assert not late.probe.unstopped
 
 
-def test_only_who_knows_the_secret_gets_anything(
-    peers: Any, engines: Any, tmp_path: Path
-) -> None:
+def test_without_the_secret_no_blocks(peers: Any, engines: Any, tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("0123456789abcdef0123456789abcdef\n")
     secret = {"control_secret_file": str(file)}
-    peer = peers(PATIENCE | secret, rows=16)
-    peer.call("hold", KEYS)
+    peer = peers(PATIENCE | secret, rows=16, hold=KEYS)
     stranger = own_engine(engines, operation_timeout_ms=500)
     assert pull(stranger, peer.port, "r") is not None
     log = peer.call("report")["log"]

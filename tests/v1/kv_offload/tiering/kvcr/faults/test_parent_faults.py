@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.v1.kv_offload.tiering.kvcr.builders import free_port, peer_options
+from tests.v1.kv_offload.tiering.kvcr.builders import peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine, Job
 from vllm.v1.kv_offload.base import OffloadKey
@@ -24,8 +24,7 @@ Pull = Callable[..., dict[str, Any]]
 @pytest.fixture
 def source(engines: Any) -> Engine:
     """An engine that holds the blocks, for peers."""
-    options = peer_options(free_port()) | {"operation_timeout_ms": 20_000}
-    engine: Engine = engines(options, rows=40)
+    engine: Engine = engines(peer_options(operation_timeout_ms=20_000), rows=40)
     engine.hold(KEYS + PROOF)
     return engine
 
@@ -76,7 +75,7 @@ def test_the_manager_raises(source: Engine, pull: Pull) -> None:
         assert pull(others)["arrived"] == 2, f"it serves again after {call}"
 
 
-def test_the_peer_gives_up_before_the_answer(source: Engine, pull: Pull) -> None:
+def test_a_peer_gives_up_before_the_answer(source: Engine, pull: Pull) -> None:
     """A block that is on its way keeps its request waiting, until KVCR cancels it."""
     source.all_pending = True
     answer = pull()
@@ -89,9 +88,7 @@ def test_the_peer_gives_up_before_the_answer(source: Engine, pull: Pull) -> None
     assert source.probe.pins == 0
 
 
-def test_the_peer_gives_up_before_kvcr_has_the_answer(
-    source: Engine, pull: Pull
-) -> None:
+def test_a_peer_gives_up_before_kvcr_has_the_answer(source: Engine, pull: Pull) -> None:
     source.parent_faults["on_request_finished"] = lambda: time.sleep(1.3 * PATIENCE_S)
     jobs_before = len(source.jobs)
     answer = pull()

@@ -44,9 +44,7 @@ def start_when_free(engines: Any, options: dict[str, Any]) -> Engine:
         time.sleep(0.1)
 
 
-def test_blocks_outlive_an_engine_that_is_killed(
-    service: Service, peers: Any, engines: Any
-) -> None:
+def test_blocks_outlive_an_engine(service: Service, peers: Any, engines: Any) -> None:
     first = peers(service.options(), port=service.port, rows=32)
     assert first.call("store", KEYS)
     first.kill()

@@ -26,15 +26,10 @@ BOUND_S = 10.0
 class Scene:
     def __init__(self, peers: Any, engines: Any) -> None:
         # Only as a target does it give up.
-        self.peer = peers(
-            {"operation_timeout_ms": 2000, "max_pull_blocks": 32}, rows=64
-        )
-        self.peer.call("hold", THEIRS)
+        patience = {"operation_timeout_ms": 2000}
+        self.peer = peers(patience | {"max_pull_blocks": 32}, rows=64, hold=THEIRS)
         self.port = free_port()
-        options = peer_options(self.port) | {
-            "secondary_g2_slots": 64,
-            "operation_timeout_ms": 2000,
-        }
+        options = peer_options(self.port, secondary_g2_slots=64, **patience)
         self.engine: Engine = engines(options, rows=128)
         self.engine.finish(self.engine.store(OWN, range(32)))
         self.engine.hold(HELD, first_chunk=64)

@@ -25,26 +25,23 @@ KEYS = make_keys(BLOCKS)
 class Scene:
     """This engine as a source, and a target that stops while it is written to."""
 
-    def __init__(
-        self, peers: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def __init__(self, peers: Any, engines: Any, patch: pytest.MonkeyPatch) -> None:
         # Shared memory is written without the target's help; a socket fills up.
-        monkeypatch.setenv("UCX_TLS", "tcp")
-        self.target: Peer = peers(
-            {
-                "operation_timeout_ms": 20_000,
-                "max_operation_bytes": BLOCKS << 20,
-                "max_inflight_bytes": BLOCKS << 20,
-                "landing_slots": 2 * BLOCKS,
-                "max_pull_blocks": BLOCKS,
-            },
-            rows=BLOCKS,
-        )
-        port = free_port()
-        options = peer_options(port) | {
-            "operation_timeout_ms": int(500 * ABANDON_S),
-            "abandon_timeout_ms": int(1000 * ABANDON_S),
+        patch.setenv("UCX_TLS", "tcp")
+        at_once = {
+            "operation_timeout_ms": 20_000,
+            "max_operation_bytes": BLOCKS << 20,
+            "max_inflight_bytes": BLOCKS << 20,
+            "landing_slots": 2 * BLOCKS,
+            "max_pull_blocks": BLOCKS,
         }
+        self.target: Peer = peers(at_once, rows=BLOCKS)
+        port = free_port()
+        options = peer_options(
+            port,
+            operation_timeout_ms=int(500 * ABANDON_S),
+            abandon_timeout_ms=int(1000 * ABANDON_S),
+        )
         self.source: Engine = engines(options, rows=BLOCKS)
         self.source.hold(KEYS)
         # First contact asks for one block; let that be over.
@@ -83,7 +80,7 @@ def test_a_pin_is_kept_until_nothing_can_read_it_any_more(
 
 
 def test_a_target_that_died_does_not_hold_up_a_reset(
-    peers: Any, engines: Any, tier_log: Any, monkeypatch: pytest.MonkeyPatch
+    peers: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """KVCR never hears of the end of a write to a dead peer."""
     scene = Scene(peers, engines, monkeypatch)

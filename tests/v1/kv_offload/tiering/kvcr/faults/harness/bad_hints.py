@@ -4,25 +4,14 @@
 
 from typing import Any
 
+from tests.v1.kv_offload.tiering.kvcr.builders import fetch_action, hint_of
+
 NOWHERE = "tcp://127.0.0.1:9"
 
 
 def bad_hint(**payload: Any) -> dict[str, Any]:
     complete = {"source_control_endpoint": NOWHERE, "block_hashes": [1]} | payload
-    return _actions([_fetch(complete)])
-
-
-def _fetch(payload: Any, kind: Any = "kv.fetch") -> dict[str, Any]:
-    return {
-        "action_id": "a",
-        "action_type": kind,
-        "action_version": "1.0",
-        "payload": payload,
-    }
-
-
-def _actions(actions: Any) -> dict[str, Any]:
-    return {"protocol_version": "0.1", "message_id": "m", "actions": actions}
+    return hint_of([fetch_action(complete)])
 
 
 def _deep(depth: int) -> Any:
@@ -33,15 +22,15 @@ def _deep(depth: int) -> Any:
 
 
 BAD_HINTS: dict[str, Any] = {
-    "no actions": _actions([]),
-    "actions are text": _actions("kv.fetch"),
+    "no actions": hint_of([]),
+    "actions are text": hint_of("kv.fetch"),
     "actions missing": {"protocol_version": "0.1"},
-    "another action": _actions([_fetch({}, "kv.pin")]),
-    "action is a number": _actions([7]),
-    "action type is a list": _actions([_fetch({}, [])]),
-    "payload is text": _actions([_fetch("x")]),
-    "payload missing": _actions([{"action_type": "kv.fetch"}]),
-    "no source": _actions([_fetch({"block_hashes": [1]})]),
+    "another action": hint_of([fetch_action({}, "kv.pin")]),
+    "action is a number": hint_of([7]),
+    "action type is a list": hint_of([fetch_action({}, [])]),
+    "payload is text": hint_of([fetch_action("x")]),
+    "payload missing": hint_of([{"action_type": "kv.fetch"}]),
+    "no source": hint_of([fetch_action({"block_hashes": [1]})]),
     "source is a number": bad_hint(source_control_endpoint=7),
     "source is no url": bad_hint(source_control_endpoint="garbage"),
     "source has no port": bad_hint(source_control_endpoint="tcp://127.0.0.1"),
@@ -58,7 +47,7 @@ BAD_HINTS: dict[str, Any] = {
     "hashes are too many": bad_hint(block_hashes=list(range(200_000))),
     "move": bad_hint(mode="move"),
     "no_retain": bad_hint(no_retain=True),
-    "deep": _actions(_deep(2000)),
+    "deep": hint_of(_deep(2000)),
     "text": "kv",
     "number": 7,
     "list": [],

@@ -13,7 +13,7 @@ Driven by one thread. Nothing here is KVCR's: the tier underneath is the real on
 import mmap
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,9 +32,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, TransferJob
 from vllm.v1.kv_offload.tiering.kvcr import manager as tier_module
 
+Keys = Sequence[OffloadKey]
+Slots = Sequence[int]
+
 MIB = 1 << 20
-_STEP_S = 0.0005
-_NO_REQUESTS = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+STEP_S = 0.0005
+NO_REQUESTS = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
 
 @dataclass
@@ -93,7 +96,7 @@ class Steps:
             waited = time.monotonic() - started
             assert waited < timeout_s, f"no end of {what} after {waited:.1f} s"
             self.step()
-            time.sleep(_STEP_S)
+            time.sleep(STEP_S)
         return time.monotonic() - started
 
     def run_for(self, seconds: float) -> None:
@@ -157,21 +160,13 @@ class Engine(Steps, ParentManager):
         self.call("on_new_request", context)
         return context
 
-    def lookup_all(
-        self, keys: Iterable[OffloadKey], context: ReqContext
-    ) -> list[LookupResult]:
+    def lookup_all(self, keys: Keys, context: ReqContext) -> list[LookupResult]:
         return [self.call("lookup", key, context) for key in keys]
 
     def end(self, context: ReqContext) -> None:
         self.call("on_request_finished", context)
 
-    def store(
-        self,
-        keys: Sequence[OffloadKey],
-        chunks: Sequence[int],
-        *,
-        writer: str | None = None,
-    ) -> Job:
+    def store(self, keys: Keys, chunks: Slots, *, writer: str | None = None) -> Job:
         """Compute blocks into slots, and cascade them to the tier."""
         self.write(keys, chunks, writer=writer)
         job = self._new_job(keys, chunks, is_load=False)
@@ -179,12 +174,7 @@ class Engine(Steps, ParentManager):
         self.call("submit_store", self._describe(job, request("store")))
         return job
 
-    def load(
-        self,
-        keys: Sequence[OffloadKey],
-        chunks: Sequence[int],
-        context: ReqContext | None = None,
-    ) -> Job:
+    def load(self, keys: Keys, chunks: Slots, context: ReqContext | None = None) -> Job:
         """Have blocks promoted into slots."""
         taken = set(self.primary.values()).intersection(chunks)
         assert not taken, f"slots {taken} hold blocks that peers are served from"
@@ -195,27 +185,26 @@ class Engine(Steps, ParentManager):
         self.call("submit_load", self._describe(job, context))
         return job
 
-    def pull(
-        self,
-        port: int,
-        keys: Sequence[OffloadKey],
-        chunks: Sequence[int],
-        name: str = "pull",
-    ) -> Job:
+    def pull(self, port: int, keys: Keys, chunks: Slots, name: str = "pull") -> Job:
         """Run a request that is hinted at the engine on ``port``, to its end."""
-        context = self.begin(name, make_hint(port, keys))
-        assert set(self.lookup_all(keys, context)) == {LookupResult.HIT}
-        job = self.load(keys, chunks, context)
+        job, context = self.begin_pull(port, keys, chunks, name)
         self.finish(job)
         self.end(context)
         return job
 
+    def begin_pull(
+        self, port: int, keys: Keys, chunks: Slots, name: str
+    ) -> tuple[Job, ReqContext]:
+        """As ``pull``, up to its load."""
+        context = self.begin(name, make_hint(port, keys))
+        assert set(self.lookup_all(keys, context)) == {LookupResult.HIT}
+        return self.load(keys, chunks, context), context
+
     def step(self) -> None:
         """One step of the scheduler."""
-        for result in self.call("get_finished_jobs"):
-            self._take(result)
+        self._take_results()
         self.call("serve_external_requests", self)
-        self.call("on_schedule_end", _NO_REQUESTS)
+        self.call("on_schedule_end", NO_REQUESTS)
 
     def finish(self, *jobs: Job, timeout_s: float = 30.0) -> float:
         """Step until ``jobs`` have their results; seconds that took."""
@@ -225,14 +214,12 @@ class Engine(Steps, ParentManager):
 
     def drain(self) -> None:
         self.call("drain_jobs")
-        for result in self.call("get_finished_jobs"):
-            self._take(result)
+        self._take_results()
 
     def close(self) -> None:
         """Shut the tier down, and check that no job was forgotten."""
         self.call("shutdown")
-        for result in self.call("get_finished_jobs"):
-            self._take(result)
+        self._take_results()
 
     @property
     def unanswered(self) -> list[int]:
@@ -245,30 +232,20 @@ class Engine(Steps, ParentManager):
 
     # --- memory ----------------------------------------------------------------------
 
-    def write(
-        self,
-        keys: Sequence[OffloadKey],
-        chunks: Sequence[int],
-        *,
-        writer: str | None = None,
-    ) -> None:
+    def write(self, keys: Keys, chunks: Slots, *, writer: str | None = None) -> None:
         """Put blocks into slots, as the GPU does."""
         for key, chunk in zip(keys, chunks, strict=True):
             assert not self.pinned[chunk], f"slot {chunk} is in use by a job"
             blocks.fill(self.memory[chunk], key, writer or self.writer)
 
-    def hold(self, keys: Sequence[OffloadKey], first_chunk: int = 0) -> None:
+    def hold(self, keys: Keys, first_chunk: int = 0) -> None:
         """Have blocks in the primary tier, for peers."""
         chunks = range(first_chunk, first_chunk + len(keys))
         self.write(keys, list(chunks))
         self.primary.update(zip(keys, chunks, strict=True))
 
     def wrong_blocks(
-        self,
-        keys: Sequence[OffloadKey],
-        chunks: Sequence[int],
-        *,
-        writer: str | None = None,
+        self, keys: Keys, chunks: Slots, *, writer: str | None = None
     ) -> list[int]:
         """The slots whose bytes are not those of the key."""
         writer = writer or self.writer
@@ -294,9 +271,8 @@ class Engine(Steps, ParentManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> TransferJob:
         self._fault("create_store_job")
-        job = self._new_job(
-            list(keys), [self.primary[key] for key in keys], is_load=False
-        )
+        chunks = [self.primary[key] for key in keys]
+        job = self._new_job(list(keys), chunks, is_load=False)
         self.pinned.update(job.chunks)
         return self._describe(job, req_context)
 
@@ -320,9 +296,7 @@ class Engine(Steps, ParentManager):
         if name in self.parent_faults:
             self.parent_faults[name]()
 
-    def _new_job(
-        self, keys: Sequence[OffloadKey], chunks: Sequence[int], *, is_load: bool
-    ) -> Job:
+    def _new_job(self, keys: Keys, chunks: Slots, *, is_load: bool) -> Job:
         self._next_job_id += 1
         job = Job(self._next_job_id, list(keys), list(chunks), is_load)
         self.jobs[job.job_id] = job
@@ -337,14 +311,15 @@ class Engine(Steps, ParentManager):
             req_context=context,
         )
 
-    def _take(self, result: JobResult) -> None:
-        job = self.jobs.get(result.job_id)
-        assert job is not None, f"result of unknown job {result.job_id}"
-        assert job.result is None, f"second result of job {result.job_id}"
-        job.result = result
-        self.pinned.subtract(job.chunks)
-        if job.is_load:
-            arrived = job.arrived
-            assert set(arrived) <= set(job.keys)
-            for chunk in self.wrong_blocks(arrived, job.chunks_of(arrived)):
-                self.wrong.append(f"job {job.job_id}, slot {chunk}")
+    def _take_results(self) -> None:
+        for result in self.call("get_finished_jobs"):
+            job = self.jobs.get(result.job_id)
+            assert job is not None, f"result of unknown job {result.job_id}"
+            assert job.result is None, f"second result of job {result.job_id}"
+            job.result = result
+            self.pinned.subtract(job.chunks)
+            if job.is_load:
+                arrived = job.arrived
+                assert set(arrived) <= set(job.keys)
+                for chunk in self.wrong_blocks(arrived, job.chunks_of(arrived)):
+                    self.wrong.append(f"job {job.job_id}, slot {chunk}")

@@ -9,7 +9,6 @@ is promoted and evicted, when a request waits, and what an exception would have 
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +16,15 @@ import numpy as np
 
 from tests.v1.kv_offload.tiering.kvcr.builders import make_spec, request
 from tests.v1.kv_offload.tiering.kvcr.faults.harness import blocks
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Steps
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.probe import Probe
-from vllm.v1.kv_offload.base import (
-    LookupResult,
-    OffloadKey,
-    ReqContext,
-    ScheduleEndContext,
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import (
+    MIB,
+    NO_REQUESTS,
+    STEP_S,
+    Keys,
+    Steps,
 )
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.probe import Probe
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.kvcr import manager as tier_module
 from vllm.v1.kv_offload.tiering.manager import (
@@ -32,8 +32,7 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
-_STEP_S = 0.0005
-_NO_REQUESTS = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+WRITER = "model"
 _PENDING = (LookupResult.HIT_PENDING, LookupResult.RETRY)
 
 
@@ -42,7 +41,7 @@ class Request:
     """A request under way: a prompt's blocks, in order."""
 
     context: ReqContext
-    keys: Sequence[OffloadKey]
+    keys: Keys
     started_at: float = field(default_factory=time.monotonic)
     hits: int | None = None
     """Blocks that need not be computed, once that is known."""
@@ -52,25 +51,12 @@ class Request:
 
 
 class ManagedEngine(Steps):
-    """See above.
-
-    Args:
-        options: The tier's options.
-        rows: Slots of the primary tier.
-        row_bytes: Bytes of a slot.
-        writer: What this engine's model writes under a key.
-    """
+    """See above; the arguments are those of ``Engine``."""
 
     def __init__(
-        self,
-        options: dict[str, Any],
-        rows: int = 32,
-        row_bytes: int = 1 << 20,
-        spec: Any = None,
-        writer: str = "model",
+        self, options: dict[str, Any], rows: int = 32, row_bytes: int = MIB
     ) -> None:
         self.options = options
-        self.writer = writer
         self.wrong: list[str] = []
         self.strangers = False
         self.load_jobs: Counter[str] = Counter()
@@ -87,16 +73,14 @@ class ManagedEngine(Steps):
         view = self.primary.get_kv_memoryview()
         self.memory = np.asarray(view).view(np.uint8)
         self.tier = tier_module.KVCRSecondaryTierManager(
-            spec or make_spec(), view, "kvcr", None, **options
+            make_spec(), view, "kvcr", None, **options
         )
         self.probe = Probe(self.tier)
         self.manager = TieringOffloadingManager(self.primary, [self.tier])
         self._count_loads()
 
-    def begin(
-        self, request_id: str, keys: Sequence[OffloadKey], hint: object | None = None
-    ) -> Request:
-        context = request(request_id, hint)
+    def begin(self, name: str, keys: Keys, hint: object | None = None) -> Request:
+        context = request(name, hint)
         if not self.strangers:
             self.probe.know(hint)
         self.manager.on_new_request(context)
@@ -107,51 +91,45 @@ class ManagedEngine(Steps):
         for waiting in requests:
             if waiting.hits is None:
                 self._look_up(waiting)
-        self.manager.on_schedule_end(_NO_REQUESTS)
+        self.manager.on_schedule_end(NO_REQUESTS)
 
-    def wait_for(self, *requests: Request, timeout_s: float = 30.0) -> None:
+    def wait_for(self, *requests: Request) -> None:
         """Step until it is known what these requests need not compute."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + 30.0
         while any(waiting.hits is None for waiting in requests):
             assert time.monotonic() < deadline, "a request was never answered"
             self.step(*requests)
-            time.sleep(_STEP_S)
+            time.sleep(STEP_S)
 
-    def serve(self, *requests: Request, timeout_s: float = 30.0) -> None:
+    def serve(self, *requests: Request) -> None:
         """Run requests to their end: load what is there, compute the rest."""
-        self.wait_for(*requests, timeout_s=timeout_s)
+        self.wait_for(*requests)
         for served in requests:
             assert served.hits is not None
             self.compute(served.keys[served.hits :], served.context)
             self.manager.on_request_finished(served.context)
 
-    def run(
-        self,
-        request_id: str,
-        keys: Sequence[OffloadKey],
-        hint: object | None = None,
-        timeout_s: float = 30.0,
-    ) -> Request:
+    def run(self, name: str, keys: Keys, hint: object | None = None) -> Request:
         """One request by itself."""
-        served = self.begin(request_id, keys, hint)
-        self.serve(served, timeout_s=timeout_s)
+        served = self.begin(name, keys, hint)
+        self.serve(served)
         return served
 
     def settle(self) -> None:
         """Step until nothing is under way between the tiers."""
         self.run_until(lambda: not self.manager._jobs, what="jobs")
 
-    def read(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+    def read(self, keys: Keys, context: ReqContext) -> None:
         """Copy blocks to the GPU, so to say: look at every byte."""
         if not keys:
             return
         spec = self.manager.prepare_load(keys, context)
         for key, chunk in zip(keys, spec.chunk_ids.tolist(), strict=True):
-            if blocks.wrong_words(self.memory[chunk], key, self.writer):
+            if blocks.wrong_words(self.memory[chunk], key, WRITER):
                 self.wrong.append(f"{context.req_id}, slot {chunk}")
         self.manager.complete_load(keys, context)
 
-    def compute(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+    def compute(self, keys: Keys, context: ReqContext) -> None:
         """Have the model compute blocks, and offload what finds room."""
         if not keys:
             return
@@ -160,15 +138,14 @@ class ManagedEngine(Steps):
             return
         chunks = output.store_spec.chunk_ids.tolist()
         for key, chunk in zip(output.keys_to_store, chunks, strict=True):
-            blocks.fill(self.memory[chunk], key, self.writer)
+            blocks.fill(self.memory[chunk], key, WRITER)
         self.manager.complete_store(output.keys_to_store, context)
 
-    def resident(self, keys: Sequence[OffloadKey]) -> int:
+    def resident(self, keys: Keys) -> int:
         """How many of these the primary tier holds."""
         context = request("resident")
-        return sum(
-            self.primary.lookup(key, context) is LookupResult.HIT for key in keys
-        )
+        answers = [self.primary.lookup(key, context) for key in keys]
+        return answers.count(LookupResult.HIT)
 
     def close(self) -> None:
         self.memory = np.empty((0, 0), dtype=np.uint8)

@@ -3,17 +3,12 @@
 """A second engine in a process of its own."""
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
-from tests.v1.kv_offload.tiering.kvcr.builders import (
-    endpoint_of,
-    free_port,
-    peer_options,
-)
+from tests.v1.kv_offload.tiering.kvcr.builders import endpoint_of, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.child import Child
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.peer_process import serve
-from vllm.v1.kv_offload.base import OffloadKey
 
 
 class Peer(Child):
@@ -22,6 +17,7 @@ class Peer(Child):
     Args:
         options: The tier's options, beside those for serving peers.
         port: The control port; by default a free one.
+        hold: Blocks that its primary tier has from the start.
         engine: Further arguments of ``Engine``.
     """
 
@@ -29,18 +25,19 @@ class Peer(Child):
         self,
         options: dict[str, Any] | None = None,
         port: int | None = None,
+        hold: Keys = (),
         **engine: Any,
     ) -> None:
-        self.port = port or free_port()
+        engine["options"] = peer_options(port, **options or {})
+        (self.port,) = engine["options"]["control_ports"]
         self.endpoint = endpoint_of(self.port)
-        engine["options"] = peer_options(self.port) | (options or {})
         # Both ends of a transfer have to use the same.
         super().__init__(serve, engine, os.environ.get("UCX_TLS"))
+        if hold:
+            self.call("hold", hold)
 
-    def pull_from(
-        self, engine: Any, keys: Sequence[OffloadKey], request_id: str = "pull"
-    ) -> dict[str, Any]:
+    def pull_from(self, engine: Any, keys: Keys, name: str = "pull") -> dict[str, Any]:
         """Pull blocks from an engine of the test's process, which steps meanwhile."""
-        self.send("pull", engine.options["control_ports"][0], keys, request_id)
+        self.send("pull", engine.options["control_ports"][0], keys, name)
         engine.run_until(lambda: self.answered, 20, "a pull")
         return dict(self.receive())

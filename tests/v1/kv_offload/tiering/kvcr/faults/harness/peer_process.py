@@ -8,50 +8,31 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-try:
-    from vllm_kvcr.plugin import register
-except ModuleNotFoundError as error:  # copied into vLLM's tree, it needs no plugin
-    if error.name is None or not error.name.startswith("vllm_kvcr"):
-        raise
-else:
-    register()
-
 from tests.v1.kv_offload.tiering.kvcr.builders import make_hint
+from tests.v1.kv_offload.tiering.kvcr.conftest import LogLines  # registers the tier
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.child import obey
-from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
-from vllm.v1.kv_offload.base import OffloadKey
-
-
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine, Keys
 
 
 class Commands:
     """What the test's process may ask for."""
 
-    def __init__(self, engine: Engine, log: _Lines) -> None:
+    def __init__(self, engine: Engine, log: LogLines) -> None:
         self._engine = engine
         self._log = log
 
-    def hold(self, keys: list[OffloadKey], first_chunk: int = 0) -> None:
+    def hold(self, keys: Keys, first_chunk: int = 0) -> None:
         """Have blocks in the primary tier."""
         self._engine.hold(keys, first_chunk)
 
-    def store(self, keys: list[OffloadKey], first_chunk: int = 0) -> bool:
+    def store(self, keys: Keys, first_chunk: int = 0) -> bool:
         """Cascade blocks to the tier; whether all were stored."""
         engine = self._engine
         job = engine.store(keys, range(first_chunk, first_chunk + len(keys)))
         engine.finish(job)
         return job.result is not None and job.result.success
 
-    def pull(
-        self, port: int, keys: list[OffloadKey], request_id: str = "pull"
-    ) -> dict[str, Any]:
+    def pull(self, port: int, keys: Keys, request_id: str = "pull") -> dict[str, Any]:
         """Run one request that is hinted at the engine on ``port``."""
         engine = self._engine
         context = engine.begin(request_id, make_hint(port, keys))
@@ -76,27 +57,25 @@ class Commands:
             "state": probe.state,
             "reason": probe.reason,
             "lost": probe.lost(),
-            "log": list(self._log.lines),
+            "log": self._log.texts(),
             "pinned": sum(self._engine.pinned.values()),
             "wrong": list(self._engine.wrong),
         }
 
 
-def serve(
-    connection: Connection, engine: dict[str, Any], transport: str | None
-) -> None:
+def serve(pipe: Connection, engine: dict[str, Any], transport: str | None) -> None:
     """Run an engine until the other end closes, or says so."""
     if transport is not None:
         os.environ["UCX_TLS"] = transport
-    log = _Lines()
-    logging.getLogger("vllm").addHandler(log)
+    log = LogLines()
+    logging.getLogger("vllm").addHandler(log.handler())
     try:
         own = Engine(**engine)
     except BaseException:
-        connection.send((False, traceback.format_exc()))
+        pipe.send((False, traceback.format_exc()))
         raise
-    connection.send((True, None))
+    pipe.send((True, None))
     try:
-        obey(connection, Commands(own, log), own.step)
+        obey(pipe, Commands(own, log), own.step)
     finally:
         own.close()

@@ -147,10 +147,6 @@ class Probe:
         core = self._tier._kvcr._core
         core.config = replace(core.config, operation_timeout_ms=int(1000 * seconds))
 
-    def drains_within(self, seconds: float) -> bool:
-        """Whether a drain would end in that time."""
-        return bool(self._tier._drain(seconds))
-
     def kill_progress(self, error: BaseException) -> None:
         """Have KVCR's progress thread die of ``error`` in its next iteration."""
         progress = self._tier._kvcr._core._progress

@@ -10,11 +10,7 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
-from tests.v1.kv_offload.tiering.kvcr.builders import (
-    endpoint_of,
-    free_port,
-    peer_options,
-)
+from tests.v1.kv_offload.tiering.kvcr.builders import endpoint_of, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.child import (
     CALL_TIMEOUT_S,
     Answering,
@@ -33,9 +29,9 @@ class ReleasedPeer(Answering):
     """
 
     def __init__(self, packages: Path, options: dict[str, Any], **engine: Any) -> None:
-        self.port = free_port()
+        engine["options"] = peer_options(**options)
+        (self.port,) = engine["options"]["control_ports"]
         self.endpoint = endpoint_of(self.port)
-        engine["options"] = peer_options(self.port) | options
         root = Path(__file__).resolve().parents[7]
         path = filter(None, (str(packages), str(root), os.environ.get("PYTHONPATH")))
         with tempfile.TemporaryDirectory() as folder:

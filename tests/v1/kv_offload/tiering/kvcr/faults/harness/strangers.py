@@ -4,7 +4,7 @@
 
 from typing import Any
 
-from tests.v1.kv_offload.tiering.kvcr.builders import free_port, make_hint, peer_options
+from tests.v1.kv_offload.tiering.kvcr.builders import make_hint, peer_options
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.blocks import make_keys
 from tests.v1.kv_offload.tiering.kvcr.faults.harness.engine import Engine
 from vllm.v1.kv_offload.base import LookupResult
@@ -15,7 +15,7 @@ PATIENCE = {"operation_timeout_ms": 10_000}
 
 
 def own_engine(engines: Any, **options: Any) -> Engine:
-    engine: Engine = engines(peer_options(free_port()) | PATIENCE | options, rows=16)
+    engine: Engine = engines(peer_options(**PATIENCE | options), rows=16)
     return engine
 
 
