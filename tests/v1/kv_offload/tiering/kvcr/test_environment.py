@@ -99,6 +99,12 @@ def test_a_name_that_is_gone(
     assert line_of(text, "to fix").startswith(f"pip install '{package}")
 
 
+def test_a_name_that_stands_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvcr.types, "QueryStatus", None)
+    with pytest.raises(ImportError, match=r"it lacks kvcr\.types\.QueryStatus"):
+        environment.check_names()
+
+
 def test_a_module_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvcr.policy", None)
     with pytest.raises(ImportError, match=r"it lacks kvcr\.policy"):

@@ -115,6 +115,14 @@ def test_all_that_kvcr_keeps_by_endpoint_is_forgotten() -> None:
     rig.close()
 
 
+def test_a_kvcr_without_one_of_these_tables_forgets_the_others() -> None:
+    sources = {"peer": "incarnation"}
+    backend = SimpleNamespace(_dangling_ops=SimpleNamespace(sources=sources))
+    core = SimpleNamespace(_remote_fw_dram=backend)
+    shims.peer_forgetter(SimpleNamespace(_core=core))("peer")
+    assert sources == {}
+
+
 def test_every_shim_in_compat_is_listed_here() -> None:
     """Flags that probe the packages, and functions that say when they can go."""
     found = set()

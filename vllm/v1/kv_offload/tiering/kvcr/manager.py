@@ -156,7 +156,6 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
         # by writing blocks to files, one block a poll.
         if config.serves_peers or config.g3 is not None:
             self.tolerates_off_thread_polling = True  # type: ignore[misc]
-        self._may_ever_rest = self._channel is not None or not config.serves_peers
 
     # --- lookups and requests --------------------------------------------------------
 
@@ -366,8 +365,10 @@ class KVCRSecondaryTierManager(SecondaryTierManager):
 
     def _rest(self) -> None:
         """Poll less often until a job or a peer's message arrives, if none is here."""
+        # A stand-in for the channel cannot tell of messages.
+        deaf = self._channel is None and self._config.serves_peers
         busy = (
-            not self._may_ever_rest
+            deaf
             or self._results.outstanding
             or self._results
             or self._staging.busy

@@ -3,7 +3,6 @@
 """The names of vLLM and kvcr that this package cannot do without."""
 
 import importlib
-from operator import attrgetter
 
 REQUIRED_NAMES = {
     "kvcr": (
@@ -101,8 +100,9 @@ def missing_names() -> list[str]:
             missing.append(module)
             continue
         for name in names:
-            try:
-                attrgetter(name)(loaded)
-            except AttributeError:
+            found: object = loaded
+            for part in name.split("."):
+                found = getattr(found, part, None)
+            if found is None:
                 missing.append(f"{module}.{name}")
     return missing

@@ -184,9 +184,12 @@ def peer_forgetter(kvcr_instance: Any) -> Callable[[str], None]:
     backend: Any = getattr(core, "_remote_fw_dram", None)
 
     def forget(endpoint: str) -> None:
+        # Each by itself, so that a kvcr without one of them still forgets the others.
         with suppress(AttributeError, TypeError):
             backend._metadata_acked_sources.discard(endpoint)
+        with suppress(AttributeError, TypeError):
             backend._metadata_retry_after.pop(endpoint, None)
+        with suppress(AttributeError, TypeError):
             backend._dangling_ops.sources.pop(endpoint, None)
 
     return forget
